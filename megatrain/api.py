@@ -1,0 +1,140 @@
+"""`compile`, `schedule`, `stats`: what a training script calls."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from megatrain import settings
+from megatrain.compiled import Compiled, Stats
+from megatrain.lanes import StreamLanes, ThreadLanes
+from megatrain.passes import DEFAULT
+from megatrain.pipeline import Pass, pipeline
+from megatrain.schedule import Schedule
+
+STATE = "_megatrain"
+BACKENDS = ("eager",)
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def compile(
+    model: M,
+    *,
+    device: str | torch.device | None = None,
+    memory: str | int | None = None,
+    backend: str | None = None,
+    passes: Sequence[Pass | str | Callable[..., Any]] | None = None,
+    example: Any = None,
+) -> M:
+    """Routes `model`'s forward through compiled schedules, in place, and returns `model`.
+
+    Parameters move, in place, into flat host planes at once; graphs are captured at the first call, or from `example`: a
+    tuple of positional or a dict of keyword arguments, never computed with.  `device` is where the schedules run: "cuda"
+    (the default where there is one) or "cpu".  `memory` caps the device bytes ("24GiB"); without it nothing is spilled.
+    `passes` is the whole pipeline, `megatrain.DEFAULT_PASSES` unless given; a plain `fn(GraphModule) -> GraphModule` in it
+    is run on the captured graph.  `backend="eager"` runs templates with PyTorch's own kernels: the same bits as eager.
+
+    Compiling a compiled model again returns it; with other options it is an error.  Raises ValueError on a model with
+    parameters on meta, an unknown device, size, backend or pass; the first call raises CaptureError for a model that
+    cannot be captured and BudgetError for a budget that cannot be met."""
+    target = _device(device)
+    budget = settings.parse_bytes(memory)
+    if backend not in (None, *BACKENDS):
+        raise ValueError(f"backend={backend!r}: there is {', '.join(map(repr, BACKENDS))}")
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"megatrain.compile takes a torch.nn.Module, not {type(model).__name__}")
+    made = pipeline(DEFAULT if passes is None else passes)
+    options = (str(target), budget, backend or BACKENDS[0], tuple(map(str, made)))
+    state = model.__dict__.get(STATE)
+    if isinstance(state, Compiled):
+        if state.options == options:
+            return model
+        raise ValueError(f"this model is compiled already, with {state.options}: compile a copy for other options")
+    for name, module in model.named_modules():
+        if name and isinstance(module.__dict__.get(STATE), Compiled):
+            raise ValueError(f"{name} is compiled already: compile either the whole model or its part")
+    forward = model.__dict__.get("forward", None) or type(model).forward.__get__(model)
+    lanes = StreamLanes(target) if target.type == "cuda" else ThreadLanes()
+    compiled = Compiled(model, forward, target, budget, made, lanes, options)
+    model.__dict__[STATE] = compiled
+    model.__dict__["forward"] = MethodType(_forward_like(forward), model)
+    model.__dict__["_apply"] = MethodType(_apply, model)
+    if example is not None:
+        args, kwargs = ((), dict(example)) if isinstance(example, dict) else (tuple(example), {})
+        compiled.prepare(model, args, kwargs)
+    return model
+
+
+def schedule(model: nn.Module, kind: str = "train") -> Schedule:
+    """The schedule of `kind` ("train" or "eval") that was last run or prepared.  Raises ValueError where there is none."""
+    state = _state(model)
+    if kind not in ("train", "eval"):
+        raise ValueError(f"kind={kind!r}: use 'train' or 'eval'")
+    if kind not in state.schedules:
+        raise ValueError(f"no {kind} schedule yet: call the model once, or compile it with example=")
+    return state.schedules[kind]
+
+
+def stats(model: nn.Module) -> Stats:
+    """What the model's last step did; see `Stats`."""
+    return _state(model).current_stats()
+
+
+def _state(model: nn.Module) -> Compiled:
+    state = model.__dict__.get(STATE)
+    if not isinstance(state, Compiled):
+        raise ValueError(f"this {type(model).__name__} is not compiled: call megatrain.compile(model) first")
+    return state
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = torch.device(device)
+    if target.type not in ("cuda", "cpu"):
+        raise ValueError(f"device={str(device)!r}: megatrain runs on 'cuda' or 'cpu'")
+    if target.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("device='cuda': this machine has no CUDA device, or torch was built without CUDA; use 'cpu'")
+        target = torch.device("cuda", torch.cuda.current_device() if target.index is None else target.index)
+    return target
+
+
+def _forward_like(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that finds the compiled state in the instance, and is eager where there is none (a copy, say)."""
+    plain = getattr(forward, "__func__", forward)
+
+    @functools.wraps(plain)
+    def compiled_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state = self.__dict__.get(STATE)
+        if isinstance(state, Compiled):
+            return state.call(self, args, kwargs)
+        return type(self).forward(self, *args, **kwargs)
+
+    return compiled_forward
+
+
+def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+    """`.to()`, `.cuda()`, `.half()`: a move to the compiled device does nothing, another device is an error, and what
+    else changes is noticed at the next call."""
+    state = self.__dict__.get(STATE)
+    original = type(self)._apply
+    if not isinstance(state, Compiled):
+        return original(self, fn, *args, **kwargs)
+    probe = torch.empty(0)
+    moved = fn(probe)
+    if moved.device not in (probe.device, state.device):
+        raise ValueError(
+            f"this model is compiled for {state.device} and cannot move to {moved.device}: its parameters live on the host"
+        )
+    floats = next((p for p in self.parameters() if p.is_floating_point()), probe)
+    if moved.device != probe.device and fn(floats.detach().new_empty(0)).dtype == floats.dtype:
+        return self
+    return original(self, lambda t: fn(t).to(t.device), *args, **kwargs)

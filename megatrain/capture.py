@@ -1,0 +1,437 @@
+"""From a module and a call to a captured graph.  The only caller of `torch.export`.
+
+The graph is export's training IR (ATen calls as eager dispatches them, composite ones whole), cleaned: regions without
+gradients or with another autocast become calls of `megatrain.ops`, metadata assertions go, constants that name the
+capture's device name the compiled one, parameters and buffers are `get_attr` nodes.  What export drops is kept beside
+it: the guards on sizes, and the structure of the result.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+from torch.fx.node import map_aggregate
+
+from megatrain import ops
+from megatrain.program import Input, Program
+from megatrain.structure import Leaf, Structure, flatten, key_name, sanitized, unique
+
+ASSERTIONS = (
+    "aten._assert_tensor_metadata.default",
+    "aten._assert_scalar.default",
+    "aten.sym_constrain_range.default",
+    "aten.sym_constrain_range_for_size.default",
+)
+
+
+class CaptureError(ValueError):
+    """The model cannot be captured for this call: names the module, the line and the cure."""
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A captured program with what a call needs: how its result is put together, and the tensors that are constants."""
+
+    program: Program
+    structure: Structure
+    constants: Mapping[str, torch.Tensor]
+
+
+class Call:
+    """The arguments of one call of a model, by parameter name with defaults filled in.
+
+    `tensors` maps the path of each tensor among them (`input_ids`, `batch.mask`, `args.0`) to it; `key` is what must be
+    equal for a capture to serve another call, sizes apart (those are the guards')."""
+
+    def __init__(self, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]):
+        self.bound = signature.bind(*args, **kwargs)
+        self.bound.apply_defaults()
+        for name, parameter in signature.parameters.items():
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and not self.bound.arguments[name]:
+                del self.bound.arguments[name]
+        leaves, spec = pytree.tree_flatten_with_path(dict(self.bound.arguments))
+        self.tensors: dict[str, torch.Tensor] = {}
+        rest: list[Any] = [spec]
+        seen: dict[int, str] = {}
+        named = [(".".join(map(key_name, path)), value) for path, value in leaves]
+        for name, value in named:
+            if not isinstance(value, torch.Tensor):
+                rest.append((name, type(value), value if _is_plain(value) else id(value)))
+                continue
+            self.tensors[name] = value
+            alias = seen.setdefault(id(value), name)
+            small = tuple(s if s < 2 else 2 for s in value.shape)
+            rest.append((name, value.dtype, small, value.requires_grad, alias, value.layout))
+        self.key = tuple(rest)
+        self._leaves, self._spec = [None if n in self.tensors else v for n, v in named], spec
+        self._slots = [n in self.tensors for n, _ in named]
+
+    def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) of this call with other tensors, in the order of `self.tensors`."""
+        rest = iter(tensors)
+        leaves = [next(rest) if slot else leaf for slot, leaf in zip(self._slots, self._leaves, strict=True)]
+        bound = inspect.BoundArguments(self.bound.signature, pytree.tree_unflatten(leaves, self._spec))
+        return bound.args, bound.kwargs
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return isinstance(value, tuple) and all(map(_is_plain, value))
+    return value is None or isinstance(
+        value, (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+    )
+
+
+def module_key(model: nn.Module) -> tuple[Any, ...]:
+    """Everything about the module tree that may change what a forward computes, tensors' values apart: classes, training
+    flags, plain attributes (`dropout.p`), hooks, configurations, `requires_grad`, and versions of plain tensors."""
+    parts: list[Any] = []
+    configs: dict[int, Any] = {}
+    for name, module in model.named_modules():
+        items = module.__dict__
+        plain: list[Any] = []
+        for k, v in items.items():
+            if k[0] != "_" and k != "forward":
+                if _is_plain(v):
+                    plain.append((k, v))
+                elif isinstance(v, torch.Tensor):
+                    plain.append((k, id(v), v._version))
+                elif k == "config" and hasattr(v, "__dict__") and id(v) not in configs:
+                    configs[id(v)] = tuple((a, b) for a, b in vars(v).items() if _is_plain(b))
+        parts.append((name, type(module), tuple(plain), *map(len, hooks_of(module))))
+        parts.extend(p.requires_grad for p in items["_parameters"].values() if p is not None)
+    return (*parts, *configs.values())
+
+
+def hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
+    """The hook tables that `nn.Module.__call__` reads: forward, forward-pre, backward, backward-pre."""
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+
+
+def mode_key() -> tuple[Any, ...]:
+    """The global modes that change what a call records."""
+    kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
+    return (torch.is_grad_enabled(), *((k, torch.get_autocast_dtype(k)) for k in kinds))
+
+
+def bind_sizes(program: Program, tensors: Mapping[str, torch.Tensor]) -> dict[sympy.Symbol, int] | None:
+    """The value of each size symbol in this call, or None where a guard fails: another capture is needed."""
+    targets = {i.name: i.target for i in program.inputs}
+    sizes = {symbol: tensors[targets[name]].shape[dim] for symbol, name, dim in program.symbols}
+    return sizes if all(g.subs(sizes) in (True, sympy.true) for g in program.guards) else None
+
+
+def capture(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    call: Call,
+    device: torch.device,
+    names: Mapping[int, str],
+    distinct: bool = True,
+) -> Capture:
+    """Captures `forward` (the model's own, unhooked) for `call`.
+
+    `device` is the device the graph will run on.  `names` maps the id of each parameter and buffer to its canonical
+    dotted name.  Sizes of two or more become symbols where the model allows it; sizes 0 and 1 are taken as they are, so
+    that the branches that eager takes for them are the ones recorded.  With `distinct`, sizes that occur twice in a tensor
+    are told apart first.  Raises CaptureError."""
+    home = next((t.device for t in model.state_dict(keep_vars=True).values()), torch.device("cpu"))
+    error: Exception | None = None
+    for sizes in (_distinct_sizes(call), {}) if distinct else ({},):
+        structure = Structure()
+        try:
+            with _traced(model, forward, call, structure):
+                exported = _export(model, call, sizes, home)
+        except Exception as e:
+            error = error or e
+            continue
+        return _captured(exported, structure, call, home, device, names, model)
+    assert error is not None
+    raise CaptureError(_explain(model, error)) from error
+
+
+def _distinct_sizes(call: Call) -> dict[tuple[int, int], int]:
+    """(dimension, size) -> another size, for sizes that occur twice in one tensor: export takes equal sizes for one."""
+    used = {s for t in call.tensors.values() for s in t.shape}
+    found: dict[tuple[int, int], int] = {}
+    for t in call.tensors.values():
+        first: dict[int, int] = {}
+        for dim, size in enumerate(t.shape):
+            if size >= 2 and first.setdefault(size, dim) != dim and (dim, size) not in found:
+                found[dim, size] = next(n for n in range(size + 1, size + 1000) if n not in used)
+                used.add(found[dim, size])
+    return found
+
+
+def _export(model: nn.Module, call: Call, sizes: Mapping[tuple[int, int], int], home: torch.device) -> Any:
+    def example(value: torch.Tensor) -> torch.Tensor:
+        shape = [sizes.get((d, s), s) for d, s in enumerate(value.shape)]
+        if shape == list(value.shape) and not value.is_contiguous():
+            return torch.empty_strided(shape, value.stride(), dtype=value.dtype, device=home)
+        return torch.empty(shape, dtype=value.dtype, device=home)
+
+    tensors = call.tensors.values()
+    shapes = tuple({d: torch.export.Dim.AUTO for d, s in enumerate(t.shape) if s >= 2} for t in tensors)
+    return torch.export.export(model, tuple(map(example, tensors)), dynamic_shapes=shapes or None, strict=False)
+
+
+@contextmanager
+def _traced(model: nn.Module, forward: Callable[..., Any], call: Call, structure: Structure) -> Iterator[None]:
+    """Inside, the model takes the call's tensors by position, runs `forward` without the root's hooks with them and the
+    call's other arguments, and returns its tensors as a flat tuple."""
+
+    def flat(*tensors: torch.Tensor) -> tuple[Any, ...]:
+        args, kwargs = call.arguments(tensors)
+        return flatten(forward(*args, **kwargs), structure)
+
+    names = [sanitized(path) for path in call.tensors]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    flat.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in unique(names)])  # type: ignore
+    tables = hooks_of(model)
+    hooks = [dict(t) for t in tables]
+    had = "forward" in model.__dict__
+    own = model.__dict__.get("forward")
+    model.__dict__["forward"] = flat
+    for t in tables:
+        t.clear()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for t, h in zip(tables, hooks, strict=True):
+            t.update(h)  # type: ignore[attr-defined]
+        del model.__dict__["forward"]
+        if had:
+            model.__dict__["forward"] = own
+
+
+def _explain(model: nn.Module, error: Exception) -> str:
+    """The innermost line of the model's code that the trace passed, the module it belongs to, the reason and the cure."""
+    paths = {id(m): n for n, m in model.named_modules()}
+    where = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        first = frame.f_code.co_varnames[0] if frame.f_code.co_argcount else ""
+        owner = frame.f_locals.get(first)
+        if isinstance(owner, nn.Module) and id(owner) in paths and frame.f_code.co_name != "__call__":
+            file = frame.f_code.co_filename
+            if "torch/nn/modules/module.py" in file:
+                continue
+            name = paths[id(owner)] or "the model itself"
+            where = f"\n  in {name} ({type(owner).__name__}), {file}:{line}\n    {linecache.getline(file, line).strip()}"
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return (
+        f"cannot capture {type(model).__name__}.forward: {type(error).__name__}: {reason}{where}\n"
+        "write this line without a branch or a Python value that depends on the data of a tensor (torch.where, masks), "
+        "or compile the parts of the model around it"
+    )
+
+
+def _captured(
+    exported: Any,
+    structure: Structure,
+    call: Call,
+    home: torch.device,
+    device: torch.device,
+    names: Mapping[int, str],
+    model: nn.Module,
+) -> Capture:
+    source: fx.GraphModule = exported.graph_module
+    graph = fx.Graph()
+    signature = exported.graph_signature
+    weights = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    constants: dict[str, torch.Tensor] = {}
+    env: dict[fx.Node, Any] = {}
+    inputs: list[Input] = []
+    symbols: dict[sympy.Symbol, tuple[str, int]] = {}
+    guards: list[sympy.Basic] = []
+    root = nn.Module()
+    paths = iter(call.tensors)
+    shape_env: Any = None
+
+    for node in source.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and getattr(value, "fake_mode", None) is not None:
+            shape_env = shape_env or value.fake_mode.shape_env  # type: ignore[attr-defined]
+        if node.name in weights or node.name in signature.inputs_to_lifted_tensor_constants:
+            if node.name in weights:
+                target = _canonical(model, weights[node.name], names)
+            else:
+                target = f"constants.{signature.inputs_to_lifted_tensor_constants[node.name]}"
+                constants[target] = exported.constants[target.removeprefix("constants.")].detach()
+            env[node] = graph.get_attr(target)
+            env[node].meta.update(node.meta)
+            continue
+        path = next(paths)
+        env[node] = graph.placeholder(sanitized(path))
+        env[node].meta.update(node.meta)
+        inputs.append(Input(env[node].name, "input", path))
+        for dim, size in enumerate(value.shape):
+            expr = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+            if isinstance(expr, sympy.Symbol) and expr not in symbols:
+                symbols[expr] = (env[node].name, dim)
+                guards.append(expr >= 2)
+                continue
+            here = sympy.Symbol(f"{env[node].name}_{dim}", integer=True)
+            symbols[here] = (env[node].name, dim)
+            guards.append(sympy.Eq(here, expr))
+
+    copier = _Copier(graph, home, device, guards)
+    copier.run(source, env)
+    results = [env[n] if isinstance(n, fx.Node) else n for n in source.graph.output_node().args[0]]  # type: ignore
+    kept: list[fx.Node] = []
+    leaves: list[Leaf] = []
+    taken = {i.name: i.target for i in inputs}
+    for value in results:
+        if not isinstance(value, fx.Node):
+            leaves.append(Leaf("constant", value=value))
+        elif value.op == "placeholder":
+            leaves.append(Leaf("input", taken[value.name]))
+        elif value.op == "get_attr" and not str(value.target).startswith("constants."):
+            leaves.append(Leaf("weight", str(value.target)))
+        elif not isinstance(value.meta.get("val"), torch.Tensor):
+            leaves.append(Leaf("size", value=value.meta["val"].node.expr))
+        else:
+            leaves.append(Leaf("result", value=kept.index(value) if value in kept else len(kept)))
+            kept.extend([] if value in kept else [value])
+    structure.leaves = tuple(leaves)
+    graph.output(tuple(kept))
+    if shape_env is not None:
+        guards.extend(shape_env.replace(g.expr) for g in shape_env.guards)
+    free = {s for g in guards for s in g.free_symbols} - set(symbols)
+    guards = [g for g in guards if not (g.free_symbols & free) and g is not sympy.true]
+    _attach(root, graph, model, constants, source)
+    module = fx.GraphModule(root, graph, type(model).__name__)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    program = Program(
+        stage="captured",
+        graph=module,
+        inputs=tuple(inputs),
+        outputs=tuple(structure.names(len(kept))),
+        guards=tuple(dict.fromkeys(guards)),
+        symbols=tuple((s, *where) for s, where in symbols.items()),
+        ties=_ties(model, names),
+        training=torch.is_grad_enabled(),
+        device=str(device),
+    )
+    return Capture(program, structure, constants)
+
+
+def _canonical(model: nn.Module, target: str, names: Mapping[int, str]) -> str:
+    owner, _, leaf = target.rpartition(".")
+    return names[id(getattr(model.get_submodule(owner), leaf))]
+
+
+def _ties(model: nn.Module, names: Mapping[int, str]) -> dict[str, str]:
+    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {n: names[id(t)] for n, t in every if names[id(t)] != n}
+
+
+def _attach(
+    root: nn.Module, graph: fx.Graph, model: nn.Module, constants: Mapping[str, torch.Tensor], source: fx.GraphModule
+) -> None:
+    """Gives `root` the attributes that `graph` names: the model's own tensors, not copies."""
+    for node in graph.find_nodes(op="get_attr"):
+        target = str(node.target)
+        if target in constants:
+            value: Any = constants[target]
+        elif hasattr(source, target):
+            value = getattr(source, target)
+        else:
+            owner, _, leaf = target.rpartition(".")
+            value = getattr(model.get_submodule(owner), leaf)
+        module = root
+        *path, leaf = target.split(".")
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module._modules[part]  # type: ignore[assignment]
+        if isinstance(value, (nn.Parameter, nn.Module)):
+            setattr(module, leaf, value)
+        elif leaf not in module._buffers:
+            module.register_buffer(leaf, value)
+
+
+class _Copier:
+    """Copies export's graph into a clean one, region by region."""
+
+    def __init__(self, graph: fx.Graph, home: torch.device, device: torch.device, guards: list[sympy.Basic]):
+        self.graph, self.home, self.device, self.guards = graph, home, device, guards
+        self.grad_ish: set[fx.Node] = set()
+
+    def run(
+        self, source: fx.GraphModule, env: dict[fx.Node, Any], wrap: tuple[Any, ...] = (), no_grad: bool = False
+    ) -> list[Any]:
+        for node in source.graph.nodes:
+            if node.op == "output":
+                found = node.args[0]
+                return [env[n] if isinstance(n, fx.Node) else n for n in pytree.tree_leaves(found)]
+            if node.op == "placeholder":
+                continue
+            if node.op == "get_attr":
+                env[node] = getattr(source, str(node.target))
+                continue
+            env[node] = self.node(source, node, env, wrap, no_grad)
+        return []
+
+    def node(self, source: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Any], wrap: Any, no_grad: bool) -> Any:
+        target = node.target
+        name = str(target)
+        if name in ASSERTIONS:
+            if name == "aten._assert_scalar.default":
+                condition = node.args[0]
+                value = condition.meta.get("val") if isinstance(condition, fx.Node) else None
+                if isinstance(value, torch.SymBool):
+                    self.guards.append(value.node.expr)
+            return None
+        if name == "wrap_with_set_grad_enabled":
+            enabled, inner, *args = [self.load(a, env) for a in node.args]
+            return self.region(inner, args, wrap, no_grad or not enabled)
+        if name == "wrap_with_autocast":
+            kind, dtype, enabled, _, inner, *args = [self.load(a, env) for a in node.args]
+            ambient = torch.is_autocast_enabled(kind)
+            same = enabled == ambient and (not enabled or dtype in (None, torch.get_autocast_dtype(kind)))
+            return self.region(inner, args, wrap if same else (kind, dtype, enabled), no_grad)
+        args = map_aggregate(node.args, lambda a: self.load(a, env))
+        kwargs = map_aggregate(node.kwargs, lambda a: self.load(a, env))
+        if getattr(target, "__name__", "") == "getitem" and isinstance(args[0], list):  # type: ignore[index]
+            return args[0][args[1]]  # type: ignore[index]
+        tracked = any(isinstance(a, fx.Node) and self.differentiable(a) for a in pytree.tree_leaves((args, kwargs)))
+        if any(isinstance(a, fx.GraphModule) for a in pytree.tree_leaves((args, kwargs))):
+            raise CaptureError(f"{name} with a sub-graph of its own is not supported: write {node.name} without it")
+        if wrap:
+            target, args = ops.under_autocast, (*wrap, target, *args)  # type: ignore[misc]
+        if no_grad and tracked:
+            target, args = ops.without_grad, (target, *args)  # type: ignore[misc]
+        made = self.graph.create_node(node.op, target, args, kwargs, name=node.name)  # type: ignore[arg-type]
+        made.meta.update(node.meta)
+        if tracked and not no_grad:
+            self.grad_ish.add(made)
+        return made
+
+    def region(self, inner: fx.GraphModule, args: list[Any], wrap: Any, no_grad: bool) -> list[Any]:
+        placeholders = inner.graph.find_nodes(op="placeholder")
+        return self.run(inner, dict(zip(placeholders, args, strict=True)), wrap, no_grad)
+
+    def load(self, a: Any, env: dict[fx.Node, Any]) -> Any:
+        if isinstance(a, fx.Node):
+            return env[a]
+        if isinstance(a, torch.device) and a.type == self.home.type:
+            return self.device
+        return a
+
+    def differentiable(self, node: fx.Node) -> bool:
+        """Whether a gradient may flow through `node`: it is made from a parameter or from a floating point argument."""
+        if node.op not in ("placeholder", "get_attr"):
+            return node in self.grad_ish
+        value = node.meta.get("val")
+        return isinstance(value, torch.Tensor) and value.is_floating_point()

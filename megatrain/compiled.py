@@ -1,0 +1,428 @@
+"""The compiled state of a model: captures, executables, and the call that autograd sees."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, nn
+
+from megatrain import settings
+from megatrain.bodies import Body
+from megatrain.capture import Call, Capture, CaptureError, bind_sizes, capture, hooks_of, mode_key, module_key
+from megatrain.lanes import Lanes
+from megatrain.liveness import peak
+from megatrain.observe import Dump, Verify
+from megatrain.pipeline import Observer, Pass, run, split
+from megatrain.planes import layer_of, planes_of
+from megatrain.program import Program
+from megatrain.runtime import Executable, Frame, Runtime
+from megatrain.schedule import Schedule
+from megatrain.store import HostBuffer, Layout, adopt, layout_of
+
+LOG = logging.getLogger("megatrain")
+MOST_CAPTURES = 8
+MOST_EXECUTABLES = 64
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What the last forward or backward did.  Bytes on the device: `planned_peak` by the plan, `device_peak` as measured
+    (on the CPU as counted from slots, values and planned workspaces), `budget` allowed (0: no limit)."""
+
+    planned_peak: int = 0
+    device_peak: int = 0
+    budget: int = 0
+
+
+@dataclass(eq=False)
+class Made:
+    """A capture with its partitioned program and the executables made of it, by sizes and form."""
+
+    capture: Capture
+    program: Program
+    planned: dict[Any, Program] = field(default_factory=dict)
+    executables: dict[Any, Executable] = field(default_factory=dict)
+    sizes: dict[Any, dict[sympy.Symbol, int] | None] = field(default_factory=dict)
+
+
+class Compiled:
+    """Everything behind a compiled model.  A deep copy or a pickle of it is None: the copy is eager."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        device: torch.device,
+        budget: int,
+        passes: Sequence[Pass],
+        lanes: Lanes,
+        options: tuple[Any, ...],
+    ):
+        self.forward = forward
+        self.signature = inspect.signature(forward)
+        self.device, self.budget, self.options = device, budget, options
+        self.first, self.rest = split(passes)
+        self.runtime = Runtime(device, lanes, pin=device.type == "cuda")
+        self.runtime.measure = settings.verify_level() == 2
+        self.captures: dict[Any, list[Made]] = {}
+        self.reasons: list[str] = []
+        self.schedules: dict[str, Schedule] = {}
+        self.adopted(model)
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return (_nothing, ())
+
+    def adopted(self, model: nn.Module) -> None:
+        """Lays out the host planes and forgets what was captured."""
+        for name, p in model.named_parameters():
+            if p.device != torch.device("cpu") and p.device != self.device:
+                raise ValueError(
+                    f"{name} is on {p.device}, but this model is compiled for {self.device} and its parameters live on "
+                    f"the host\nmove it back with model.to('cpu'), or leave the moving to megatrain"
+                )
+        self.planes = planes_of(model)
+        self.layers = MappingProxyType(layer_of(model))
+        self.runtime.store = adopt(model, self.planes, self.runtime.pin, self.runtime.store)
+        self.names: dict[int, str] = {}
+        for n, t in [*model.named_parameters(), *model.named_buffers()]:
+            self.names.setdefault(id(t), n)
+        self.tensors: dict[str, Tensor] = dict([*model.named_parameters(), *model.named_buffers()])
+        self.captures.clear()
+        self.constants: dict[str, HostBuffer] = {}
+
+    # -- one call ---------------------------------------------------------------------------------------------------
+
+    def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if reason := self.runtime.store.changed(model):
+            LOG.warning("megatrain: %s; laying out host planes and capturing again", reason)
+            self.adopted(model)
+        call = Call(self.signature, args, kwargs)
+        made, sizes = self.captured(model, call)
+        program = made.program
+        wants = program.training and bool(program.needs)
+        extra = wants and any(f.values for f in self.runtime.frames)
+        executable = self.executable(made, call, sizes, extra, ())
+        frame = self.runtime.frame(executable)
+        step = Running(self, made, call, sizes, extra, frame)
+        if wants:
+            tensors = [*step.parameters.values(), *(call.tensors[t] for t in step.inputs.values())]
+            results = Step.apply(step, *tensors)
+        else:
+            with torch.no_grad():
+                results = step.forward()
+        structure = made.capture.structure
+        return structure.rebuild(list(results), call.tensors, self.tensors, sizes)
+
+    def prepare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Schedule:
+        """Captures and schedules a call with these arguments, without running it."""
+        call = Call(self.signature, args, kwargs)
+        made, sizes = self.captured(model, call)
+        s = self.executable(made, call, sizes, False, ()).schedule
+        self.schedules["train" if s.backward else "eval"] = s
+        return s
+
+    def current_stats(self) -> Stats:
+        """Stats of the last step."""
+        found = self.schedules.get("train") or self.schedules.get("eval") or Schedule()
+        planned = peak(found)
+        if self.device.type == "cuda":
+            measured = torch.cuda.max_memory_allocated(self.device)
+        else:
+            measured = self.runtime.peak if self.runtime.measure else planned
+        return Stats(planned, measured, self.budget)
+
+    def captured(self, model: nn.Module, call: Call) -> tuple[Made, dict[sympy.Symbol, int]]:
+        """A capture whose key and guards this call meets, made now if there is none."""
+        key = (call.key, mode_key(), module_key(model))
+        shapes = tuple(t.shape for t in call.tensors.values())
+        for made in self.captures.get(key, []):
+            if shapes not in made.sizes:
+                made.sizes[shapes] = bind_sizes(made.program, call.tensors)
+            if (sizes := made.sizes[shapes]) is not None:
+                return made, sizes
+        self.refuse_hooks(model)
+        count = sum(map(len, self.captures.values()))
+        reason = _difference(key, shapes, self.captures)
+        if count >= MOST_CAPTURES:
+            seen = "\n".join(f"  {r}" for r in dict.fromkeys([*self.reasons, reason]))
+            raise CaptureError(
+                f"this model was captured {count} times and this call needs another; what keeps changing:\n{seen}\n"
+                "keep it constant between calls, pass it as a tensor, or compile a model for each value"
+            )
+        if count:
+            LOG.warning("megatrain: capturing again: %s", reason)
+            self.reasons.append(reason)
+        made = self.capture(model, call)
+        sizes = bind_sizes(made.program, call.tensors)
+        if sizes is None:
+            made = self.capture(model, call, distinct=False)
+            sizes = bind_sizes(made.program, call.tensors)
+        if sizes is None:
+            failed = next(g for g in made.program.guards if not _holds(g, made.program, call.tensors))
+            raise CaptureError(f"the captured graph does not hold for its own sizes ({failed}): give other sizes")
+        self.captures.setdefault(key, []).append(made)
+        made.sizes[shapes] = sizes
+        return made, sizes
+
+    def refuse_hooks(self, model: nn.Module) -> None:
+        for name, module in model.named_modules():
+            if name and any(hooks_of(module)):
+                raise CaptureError(
+                    f"{name} ({type(module).__name__}) has a hook, which a captured graph cannot call\n"
+                    "put the hook on the compiled model itself or on a parameter, or remove it before the call"
+                )
+
+    def capture(self, model: nn.Module, call: Call, distinct: bool = True) -> Made:
+        found = capture(model, self.forward, call, self.device, self.names, distinct)
+        program = found.program
+        weights = {n: (tuple(t.shape), t.stride(), t.dtype) for n, t in self.tensors.items()}
+        for name, t in found.constants.items():
+            weights[name] = (tuple(t.shape), t.contiguous().stride(), t.dtype)
+        planes = dict(self.planes)
+        layouts = dict(self.runtime.store.layouts)
+        if found.constants:
+            plane = f"constants{sum(map(len, self.captures.values()))}.w"
+            planes[plane] = tuple(found.constants)
+            layouts[plane] = layout_of([(n, *weights[n][::-2]) for n in found.constants])  # type: ignore[misc]
+            buffer = HostBuffer(layouts[plane].bytes, self.runtime.pin)
+            for place, t in zip(buffer.tensors(layouts[plane]), found.constants.values(), strict=True):
+                place.copy_(t)
+            self.runtime.store.planes[plane] = buffer
+            self.runtime.store.layouts[plane] = layouts[plane]
+        needs = {n for n, t in self.tensors.items() if t.requires_grad}
+        grads = {p: self.grad_layout(names) for p, names in planes.items()}
+        program = program.replace(
+            planes=MappingProxyType(planes),
+            layer_of=self.layers,
+            plane_bytes=MappingProxyType({p: x.bytes for p, x in layouts.items()}),
+            grad_bytes=MappingProxyType({p: x.bytes for p, x in grads.items()}),
+            weights=MappingProxyType(weights),
+            needs=frozenset(needs) if program.training else frozenset(),
+            budget=self.budget,
+            autocast=tuple((k, torch.get_autocast_dtype(k)) for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)),
+        )
+        observers = self.observers(program)
+        return Made(found, run(program, self.first, observers))
+
+    def grad_layout(self, names: Sequence[str]) -> Layout:
+        """The layout of the gradients of those tensors that require one."""
+        found = [(n, t) for n in names if (t := self.tensors.get(n)) is not None and t.requires_grad]
+        return layout_of((n, t.dtype, t.shape, t.stride()) for n, t in found)
+
+    def observers(self, program: Program) -> list[Observer]:
+        found: list[Observer] = [Verify()] if settings.verify_level() else []
+        if folder := settings.dump_dir():
+            self.dump = Dump(folder, program)
+            found.append(self.dump)
+        return found
+
+    def executable(
+        self, made: Made, call: Call, sizes: Mapping[sympy.Symbol, int], extra: bool, wanted: tuple[bool, ...]
+    ) -> Executable:
+        """The schedule for these sizes, ready to run; made when it is first needed."""
+        arguments = {
+            i.name: (tuple(t.shape), t.stride(), t.dtype)
+            for i in made.program.inputs
+            if i.kind == "input"
+            for t in [call.tensors[i.target]]
+        }
+        form = (tuple(arguments.items()), tuple(t.requires_grad for t in call.tensors.values()), extra)
+        if (form, wanted) in made.executables:
+            return made.executables[form, wanted]
+        observers: list[Observer] = [Verify()] if settings.verify_level() else []
+        if settings.dump_dir() and hasattr(self, "dump"):
+            observers.append(self.dump)
+        before = [p for p in self.rest if p.needs != "planned" and p.needs != "scheduled"]
+        after = self.rest[len(before) :]
+        if form not in made.planned:
+            needs = set(made.program.needs)
+            if made.program.training:
+                needs |= {i.name for i in made.program.inputs if i.kind == "input" and call.tensors[i.target].requires_grad}
+            program = made.program.replace(
+                sizes=MappingProxyType(dict(sizes)), arguments=MappingProxyType(arguments), extra=extra,
+                needs=frozenset(needs), training=made.program.training and bool(needs),
+            )  # fmt: skip
+            made.planned[form] = run(program, before, observers)
+        program = run(made.planned[form].replace(wanted=wanted), after, observers)
+        if len(made.executables) >= MOST_EXECUTABLES:
+            made.executables.pop(next(iter(made.executables)))
+        made.executables[form, wanted] = self.prepared(program)
+        return made.executables[form, wanted]
+
+    def prepared(self, program: Program) -> Executable:
+        templates = {t.name: t for t in program.templates}
+        bodies: dict[str, Body] = {}
+        for name, spec in program.bodies.items():
+            t, d = templates[spec.template], program.derivatives[spec.template]
+            needs = d.needs or (False,) * t.values
+            trains = d.trains or (False,) * len(t.weights)
+            planes = tuple(p for p, _ in t.weights)
+            bodies[name] = Body(spec, t.graph, needs, trains, planes, t.random, self.device, program.autocast)
+        return Executable(
+            schedule=program.schedule,
+            bodies=bodies,
+            weights={t.name: t.weights for t in program.templates},
+            layouts=dict(self.runtime.store.layouts),
+            grad_layouts={p: self.grad_layout(names) for p, names in program.planes.items()},
+        )
+
+
+class Running:
+    """One call of the model: its forward half now, its backward half when autograd asks for it."""
+
+    def __init__(
+        self, compiled: Compiled, made: Made, call: Call, sizes: Mapping[sympy.Symbol, int], extra: bool, frame: Frame
+    ):
+        self.compiled, self.made, self.call, self.sizes, self.extra, self.frame = compiled, made, call, sizes, extra, frame
+        program = made.program
+        used = {n for names in program.planes.values() for n in names}
+        read = {i.target for i in program.inputs if i.kind == "weight"} & used
+        self.parameters = {
+            n: t for n, t in compiled.tensors.items() if n in read and t.requires_grad and isinstance(t, nn.Parameter)
+        }
+        inputs = [i for i in program.inputs if i.kind == "input"]
+        self.inputs = {i.name: i.target for i in inputs if call.tensors[i.target].requires_grad}
+        self.versions = {n: compiled.tensors[n]._version for n in read if n in compiled.tensors}
+        self.outputs: list[tuple[Tensor, int]] = []
+
+    def forward(self) -> tuple[Tensor, ...]:
+        c, program, frame = self.compiled, self.made.program, self.frame
+        for i in program.inputs:
+            if i.kind == "input":
+                t = self.call.tensors[i.target].detach()
+                frame.values[i.name] = t.clone() if t.device == c.device else t.to(c.device)
+            elif i.kind == "state":
+                frame.values[i.name] = c.tensors[i.target].detach().to(c.device, copy=True)
+        s = frame.executable.schedule
+        c.schedules["train" if s.backward else "eval"] = s
+        c.runtime.run("forward", frame)
+        values = [frame.values[n] for n in s.outputs]
+        own = len(values) - len(program.writes_back)
+        targets = {i.name: i for i in program.inputs}
+        with torch.no_grad():
+            for name, new in zip(program.writes_back, values[own:], strict=True):
+                target = targets[name]
+                old = c.tensors[target.target] if target.kind == "state" else self.call.tensors[target.target]
+                old.copy_(new)
+        results = [v.detach() for v in values[:own]]
+        later = {n for op in s.backward for n in op.reads}
+        for n in s.outputs:
+            if n not in later:
+                frame.values.pop(n, None)
+        self.outputs = [(frame.values[n], frame.values[n]._version) for n in s.outputs[:own] if n in frame.values]
+        return tuple(results)
+
+    def differentiable(self) -> list[bool]:
+        given = {v.name.removesuffix("_given") for v in self.frame.executable.schedule.grads}
+        own = len(self.frame.executable.schedule.outputs) - len(self.made.program.writes_back)
+        return [f"d{n}" in given for n in self.frame.executable.schedule.outputs[:own]]
+
+    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        c, frame = self.compiled, self.frame
+        if not frame.values and not frame.spilled:
+            raise RuntimeError(
+                "backward through the same forward a second time: its values are gone\n"
+                "call the model again, or add the losses up and call backward once"
+            )
+        changed = [n for n, v in self.versions.items() if c.tensors[n]._version != v]
+        if changed or any(t._version != v for t, v in self.outputs):
+            what = changed[0] if changed else "a result of the model"
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: {what} "
+                "changed between this forward and its backward (a step in between?)\n"
+                "call backward before the step, or the model again after it"
+            )
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "double backward (create_graph=True) through a compiled model is not supported\n"
+                "compute this gradient with an eager copy: copy.deepcopy(model)"
+            )
+        flags = tuple(g is not None for g in grads)
+        executable = c.executable(self.made, self.call, self.sizes, self.extra, flags)
+        if all(f or not d for f, d in zip(flags, self.differentiable(), strict=True)):
+            executable = frame.executable
+        frame.executable = executable
+        c.schedules["train"] = executable.schedule
+        s = executable.schedule
+        for v in s.grads:
+            output = v.name[1:].removesuffix("_given")
+            g = grads[s.outputs.index(output)]
+            assert g is not None
+            frame.values[v.name] = g.detach().to(c.device)
+        for op in s.backward:
+            for target in op.writes:
+                if target.endswith(".dw"):
+                    layout = executable.grad_layouts[f"{target.removesuffix('.dw')}.w"]
+                    frame.grads[target] = c.runtime.gradients.take(target, layout)
+        try:
+            c.runtime.run("backward", frame)
+            inputs = {n[1:]: frame.values.get(n) for n in s.input_grads}
+            by_name: dict[str, Tensor] = {}
+            for target, (_, tensors) in frame.grads.items():
+                entries = executable.grad_layouts[f"{target.removesuffix('.dw')}.w"].entries
+                by_name |= {e.name: t for e, t in zip(entries, tensors, strict=True) if e.name in frame.defined}
+        finally:
+            frame.values.clear()
+            frame.spilled.clear()
+            frame.grads.clear()
+        out: list[Tensor | None] = [by_name.pop(n, None) for n in self.parameters]
+        for name, target in self.inputs.items():
+            g = inputs.get(name)
+            out.append(None if g is None else g.detach().to(self.call.tensors[target].device))
+        return out
+
+
+class Step(torch.autograd.Function):
+    """A call of a compiled model as autograd sees it: its parameters and inputs in, its results out."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Running, *tensors: Tensor) -> tuple[Tensor, ...]:
+        results = step.forward()
+        ctx.step = step
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(r for r, d in zip(results, step.differentiable(), strict=True) if not d))
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return (None, *ctx.step.backward(grads))
+
+
+def _nothing() -> None:
+    return None
+
+
+def _holds(guard: sympy.Basic, program: Program, tensors: Mapping[str, Tensor]) -> bool:
+    return bind_sizes(program.replace(guards=(guard,)), tensors) is not None
+
+
+def _difference(key: Any, shapes: Any, captures: Mapping[Any, list[Made]]) -> str:
+    """What sets this call apart from the captures there are, in a line."""
+    if not captures:
+        return "the first call"
+    for other in captures:
+        call, mode, modules = (a == b for a, b in zip(key, other, strict=True))
+        if call and mode and modules:
+            return f"no capture holds for sizes {', '.join(str(list(s)) for s in shapes)}"
+    other = list(captures)[-1]
+    if key[0] != other[0]:
+        parts = [a for a, b in zip(key[0][1:], other[0][1:], strict=False) if a != b]
+        if not parts:
+            return "other arguments are given"
+        first = parts[0]
+        return f"argument {first[0]} is {' '.join(str(p) for p in first[1:3])}"
+    if key[1] != other[1]:
+        return "grad mode or autocast is another"
+    parts = [a for a, b in zip(key[2], other[2], strict=False) if a != b]
+    where = next((p[0] or type(p[1]).__name__ for p in parts if isinstance(p, tuple) and p), "")
+    return f"the module tree changed{f' at {where}' if where else ''} (training, a plain attribute, requires_grad)"

@@ -1,0 +1,381 @@
+"""Lanes: where ops run.  Each lane runs its ops in the order of issue; between lanes only tickets give an order.
+
+`ThreadLanes` (a thread a lane: the CPU as the device), `StreamLanes` (CUDA streams, and a thread for the host lane) and
+`InlineLanes` (at once, in the caller) do the same things, those of the protocol `Lanes`.  One thread issues at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from queue import SimpleQueue
+from typing import NamedTuple, Protocol
+
+import torch
+
+from megatrain.schedule import LANES
+
+ALL = tuple(LANES.values())
+"""The lanes: h2d, compute, d2h, host."""
+
+CYCLES_A_SECOND = 1.5e9
+"""Roughly the GPU clock, for injected delays."""
+
+Describe = Callable[[str], str]
+"""Label -> the line to quote when that op fails."""
+
+Delay = Callable[[str], float]
+"""Label -> seconds to wait before its work, on its lane, as part of the op; for tests."""
+
+Span = tuple[str, str, float, float]
+"""(label, lane, start, end) of an op that ran, in seconds of time.perf_counter()."""
+
+
+class Ticket:
+    """The promise that one op completes, or is skipped after a failure.  It stays valid for ever."""
+
+    __slots__ = ("_pid", "done", "label", "lane")
+
+    def __init__(self, lane: str, label: str, done: threading.Event | torch.cuda.Event | None = None) -> None:
+        """`done`: what tells of the end of the op; None if it has ended."""
+        self.lane = lane
+        self.label = label
+        self.done = done
+        self._pid = os.getpid()
+
+    def wait(self) -> None:
+        """Block the calling thread until the op has ended.  A forked child does not wait for ops of its parent."""
+        if self.done is None or self._pid != os.getpid():
+            return
+        if isinstance(self.done, threading.Event):
+            self.done.wait()
+        else:
+            self.done.synchronize()
+
+
+class Lanes(Protocol):
+    """What runs ops.  `describe`, `delay` and `trace` may be set between halves; spans are added to `trace` while it is
+    a list, those of an op by the `finish` of its lane."""
+
+    describe: Describe
+    delay: Delay | None
+    trace: list[Span] | None
+
+    def begin(self) -> None:
+        """A half starts."""
+        ...
+
+    def issue(self, lane: str, label: str, work: Callable[[], object], waits: Sequence[Ticket] = ()) -> Ticket:
+        """Have `work` run on `lane` after all that was issued there before and after all ops of `waits`.  An exception
+        in it is kept for `finish`; all work not begun by then, on every lane, is skipped until `finish` has raised it.
+        """
+        ...
+
+    def finish(self, lanes: Iterable[str] = ALL) -> None:
+        """Block until all work issued on `lanes` is complete.  If any op has failed, on whichever lane: wait for every
+        lane, then raise the first failure, the original exception with the op's line as a note.  KeyboardInterrupt
+        while blocked: as `cancel`, then it goes on.  The lanes are usable after either."""
+        ...
+
+    def cancel(self) -> None:
+        """Skip all work that has not begun, wait for what has, forget failures.  For who issues and is interrupted."""
+        ...
+
+
+class Interrupted(RuntimeError):
+    """Raised by `finish` where a `cancel` was itself interrupted, and work was skipped that nobody was told of."""
+
+
+class Fault:
+    """The first failure since the last `finish`; while there is one, work is skipped."""
+
+    def __init__(self) -> None:
+        self._first: list[tuple[BaseException, str]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._first)
+
+    def record(self, error: BaseException, label: str) -> None:
+        self._first.append((error, label))  # atomic: the first stays first
+
+    def clear(self) -> None:
+        self._first.clear()
+
+    def throw(self, describe: Describe) -> None:
+        """Raise the failure, if there is one, and forget it."""
+        if not self._first:
+            return
+        error, label = self._first[0]
+        self._first.clear()
+        if label:
+            error.add_note(describe(label))
+        try:
+            raise error
+        finally:
+            del error  # the traceback holds this frame
+
+
+class InlineLanes:
+    """Runs work at once in the caller; waits are satisfied by then.  Delays are ignored."""
+
+    def __init__(
+        self, *, describe: Describe = str, delay: Delay | None = None, trace: list[Span] | None = None
+    ) -> None:
+        self.describe, self.delay, self.trace = describe, delay, trace
+        self._fault = Fault()
+
+    def begin(self) -> None:
+        pass
+
+    def issue(self, lane: str, label: str, work: Callable[[], object], waits: Sequence[Ticket] = ()) -> Ticket:
+        if self._fault:
+            return Ticket(lane, label)
+        start = time.perf_counter()
+        try:
+            work()
+        except Exception as error:
+            self._fault.record(error, label)
+        if self.trace is not None:
+            self.trace.append((label, lane, start, time.perf_counter()))
+        return Ticket(lane, label)
+
+    def finish(self, lanes: Iterable[str] = ALL) -> None:
+        self._fault.throw(self.describe)
+
+    def cancel(self) -> None:
+        self._fault.clear()
+
+
+class Item(NamedTuple):
+    """An op on its way to a lane's thread."""
+
+    lane: str
+    label: str
+    work: Callable[[], object]
+    waits: Sequence[Ticket]
+    done: threading.Event
+    delay: Delay | None
+    trace: list[Span] | None
+
+
+class Crew:
+    """The threads of one process's lanes, started when first needed.  They hold the queues and the fault, not the crew,
+    and end when the crew is collected."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.fault = Fault()
+        self._queues: dict[str, SimpleQueue[Item | None]] = {}
+        weakref.finalize(self, dismiss, self._queues)
+
+    def put(self, item: Item) -> None:
+        if item.lane not in self._queues:
+            queue: SimpleQueue[Item | None] = SimpleQueue()
+            self._queues[item.lane] = queue
+            name = f"megatrain-{item.lane}"
+            threading.Thread(target=serve, args=(queue, self.fault), name=name, daemon=True).start()
+        self._queues[item.lane].put(item)
+
+    def drain(self, lanes: Iterable[str]) -> None:
+        """Wait until these lanes have done, or skipped, all that was put before."""
+        marks = [Item(lane, "", int, (), threading.Event(), None, None) for lane in lanes if lane in self._queues]
+        for mark in marks:
+            self.put(mark)
+        for mark in marks:
+            mark.done.wait()
+
+
+def dismiss(queues: dict[str, SimpleQueue[Item | None]]) -> None:
+    for queue in queues.values():
+        queue.put(None)
+
+
+def serve(queue: SimpleQueue[Item | None], fault: Fault) -> None:
+    """A lane's thread.  It holds no op between two ops: the work of one holds tensors."""
+    while serve_one(queue.get(), fault):
+        pass
+
+
+def serve_one(item: Item | None, fault: Fault) -> bool:
+    """Run one op, or skip it; False at the end."""
+    if item is None:
+        return False
+    try:
+        for ticket in item.waits:
+            ticket.wait()
+        if not fault:
+            run_item(item)
+    except BaseException as error:
+        fault.record(error, item.label)
+    finally:
+        item.done.set()
+    return True
+
+
+def run_item(item: Item) -> None:
+    start = time.perf_counter()
+    if item.delay is not None:
+        time.sleep(item.delay(item.label))
+    item.work()
+    if item.trace is not None:
+        item.trace.append((item.label, item.lane, start, time.perf_counter()))
+
+
+class ThreadLanes:
+    """A daemon thread a lane, started when first needed.  Work runs with the thread's own grad mode and the like: it
+    sets what it needs.  A forked child gets threads of its own, and what its parent had issued is not its concern."""
+
+    def __init__(
+        self, *, describe: Describe = str, delay: Delay | None = None, trace: list[Span] | None = None
+    ) -> None:
+        self.describe, self.delay, self.trace = describe, delay, trace
+        self._crew = Crew()
+
+    @property
+    def crew(self) -> Crew:
+        """The threads of this process."""
+        if self._crew.pid != os.getpid():
+            self._crew = Crew()
+        return self._crew
+
+    @property
+    def fault(self) -> Fault:
+        return self.crew.fault
+
+    def begin(self) -> None:
+        pass
+
+    def issue(self, lane: str, label: str, work: Callable[[], object], waits: Sequence[Ticket] = ()) -> Ticket:
+        done = threading.Event()
+        self.crew.put(Item(lane, label, work, tuple(waits), done, self.delay, self.trace))
+        return Ticket(lane, label, done)
+
+    def finish(self, lanes: Iterable[str] = ALL) -> None:
+        crew = self.crew
+        try:
+            crew.drain(lanes)
+            if crew.fault:
+                crew.drain(ALL)
+        except BaseException:
+            self.cancel()
+            raise
+        crew.fault.throw(self.describe)
+
+    def cancel(self) -> None:
+        crew = self.crew
+        crew.fault.record(Interrupted("a step was interrupted twice; part of its work was skipped"), "")
+        crew.drain(ALL)
+        crew.fault.clear()
+
+
+class StreamLanes:
+    """CUDA: two streams of its own for the copies; compute is the stream that is current at `begin`; the host lane is a
+    thread.  Issuing is asynchronous, by one thread, so an event has been recorded when another op is made to wait for
+    it.  A wait of another lane's op for the host lane blocks the issuing thread until the host has got there (an event
+    cannot be waited for before it is recorded)."""
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        *,
+        describe: Describe = str,
+        delay: Delay | None = None,
+        trace: list[Span] | None = None,
+    ) -> None:
+        self.describe, self.delay, self.trace = describe, delay, trace
+        self.device = torch.device(device)
+        self._host = ThreadLanes()
+        self._streams = {
+            "h2d": torch.cuda.Stream(self.device),
+            "compute": torch.cuda.current_stream(self.device),
+            "d2h": torch.cuda.Stream(self.device),
+        }
+        self._last: dict[str, torch.cuda.Event] = {}
+        self._clock: tuple[torch.cuda.Event, float] | None = None
+        self._spans: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def begin(self) -> None:
+        """Take the current stream for compute.  If that is another one than before, it waits for what the compute lane
+        has to do."""
+        stream = torch.cuda.current_stream(self.device)
+        if stream != self._streams["compute"] and "compute" in self._last:
+            stream.wait_event(self._last["compute"])
+        self._streams["compute"] = stream
+
+    def issue(self, lane: str, label: str, work: Callable[[], object], waits: Sequence[Ticket] = ()) -> Ticket:
+        if lane == "host":
+            self._host.delay, self._host.trace = self.delay, self.trace
+            return self._host.issue(lane, label, work, waits)
+        stream = self._streams[lane]
+        for ticket in waits:
+            if isinstance(ticket.done, torch.cuda.Event):
+                stream.wait_event(ticket.done)
+            else:
+                ticket.wait()
+        if self._host.fault:
+            return Ticket(lane, label)
+        end = torch.cuda.Event(enable_timing=self.trace is not None, blocking=True)
+        with torch.cuda.stream(stream):
+            self._mark_start(lane, label, end)
+            try:
+                if self.delay is not None:
+                    torch.cuda._sleep(int(self.delay(label) * CYCLES_A_SECOND))
+                work()
+            except Exception as error:
+                self._host.fault.record(error, label)
+            end.record(stream)
+        self._last[lane] = end
+        return Ticket(lane, label, end)
+
+    def finish(self, lanes: Iterable[str] = ALL) -> None:
+        try:
+            self._drain(lanes)
+            if self._host.fault:
+                self._drain(ALL)
+        except BaseException:
+            self.cancel()
+            raise
+        self._resolve_spans()
+        self._host.fault.throw(self.describe)
+
+    def cancel(self) -> None:
+        self._host.cancel()
+        for stream in self._streams.values():  # an interrupted issue may have left work after the last event
+            stream.synchronize()
+
+    def _drain(self, lanes: Iterable[str]) -> None:
+        for lane in lanes:
+            if lane in self._last:
+                self._last[lane].synchronize()
+            if lane == "host":
+                self._host.crew.drain((lane,))
+
+    def _mark_start(self, lane: str, label: str, end: torch.cuda.Event) -> None:
+        """When tracing: record where an op starts on the current stream, and, once, what the host's clock says then."""
+        if self.trace is None:
+            return
+        if self._clock is None:
+            torch.cuda.synchronize(self.device)
+            zero = torch.cuda.Event(enable_timing=True)
+            zero.record()
+            zero.synchronize()
+            self._clock = (zero, time.perf_counter())
+        start = torch.cuda.Event(enable_timing=True)
+        start.record()
+        self._spans.append((label, lane, start, end))
+
+    def _resolve_spans(self) -> None:
+        """Give `trace` the spans of the ops that have ended, and keep the others for a later `finish`."""
+        if self._clock is None or self.trace is None:
+            return
+        zero, at = self._clock
+        spans, self._spans = self._spans, []
+        for label, lane, start, end in spans:
+            if end.query():
+                seconds = [at + zero.elapsed_time(event) / 1e3 for event in (start, end)]
+                self.trace.append((label, lane, seconds[0], seconds[1]))
+            else:
+                self._spans.append((label, lane, start, end))

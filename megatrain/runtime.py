@@ -1,0 +1,292 @@
+"""Runs schedules: a loop over ops, and one method a verb.  It decides nothing; every decision is in the schedule."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.bodies import Body, Kept
+from megatrain.lanes import Lanes, Ticket
+from megatrain.liveness import last_uses
+from megatrain.meter import Meter
+from megatrain.program import DTYPES, BodySpec
+from megatrain.schedule import Op, Schedule, TensorType, nbytes, on_host, prev_of
+from megatrain.store import GradientPlanes, HostBuffer, Layout, Store
+from megatrain.text import show_op
+
+TORCH = {short: dtype for dtype, short in DTYPES.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Executable:
+    """A schedule with what it runs: its bodies, and the layouts of weight planes (`layers.3.w`) and gradients."""
+
+    schedule: Schedule
+    bodies: Mapping[str, Body]
+    weights: Mapping[str, tuple[tuple[int, int], ...]]
+    """Template -> (plane, entry) of each weight."""
+    layouts: Mapping[str, Layout]
+    grad_layouts: Mapping[str, Layout]
+    """By the name of the weight plane."""
+    steps: Mapping[str, Step] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", _steps(self))
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is known of an op before it runs.  `planes` names the weight planes that a compute op's slots hold, `types`
+    the tensors in the activation slots it touches, `size` the bytes of a copy, `dies` the values that it uses last."""
+
+    line: str
+    planes: tuple[str, ...] = ()
+    types: Mapping[str, TensorType] = field(default_factory=dict)
+    size: int = 0
+    dies: tuple[str, ...] = ()
+
+
+@dataclass(eq=False)
+class Frame:
+    """One call between its forward and its backward: values on the device, spilled values on the host, gradients."""
+
+    executable: Executable
+    values: dict[str, Any] = field(default_factory=dict)
+    spilled: dict[str, HostBuffer] = field(default_factory=dict)
+    grads: dict[str, tuple[HostBuffer, list[Tensor]]] = field(default_factory=dict)
+    defined: set[str] = field(default_factory=set)
+    """Dotted names of the parameters that have got a gradient."""
+    workspace: int = 0
+
+
+def _steps(e: Executable) -> dict[str, Step]:
+    s = e.schedule
+    slots = s.slot_bytes
+    dies = last_uses(s)
+    received = set(s.outputs) | set(s.input_grads)
+    bodies = s.bodies
+    held: dict[str, Any] = {}
+    types: dict[str, TensorType] = {}
+    out: dict[str, Step] = {}
+    for op in s.ops:
+        planes: list[str] = []
+        known: dict[str, TensorType] = {}
+        size = 0
+        if op.verb == "prefetch":
+            source = op.reads[0]
+            held[op.writes[0]] = source
+            size = e.layouts[source].bytes if source in e.layouts else nbytes(types[source])
+            if source not in e.layouts:
+                held[op.writes[0]] = types[source]
+        elif op.verb == "offload":
+            target = op.writes[0]
+            plane = f"{target.removesuffix('.dw')}.w"
+            if target.endswith(".dw") and plane in e.grad_layouts:
+                size = e.grad_layouts[plane].bytes
+            else:
+                types[target] = held[op.reads[0]]
+                size = nbytes(types[target])
+        elif op.verb == "compute":
+            count = len(dict.fromkeys(p for p, _ in e.weights[op.call.partition(".")[0]]))
+            spec = e.bodies[op.call].spec
+            at = (1 if spec.keep and not spec.forward else 0) + len(e.bodies[op.call].needs)
+            planes = [held[n] for n in op.reads[at : at + count]]
+            known = {n: held[n] for n in op.reads[:at] if n in slots}
+            for name, t in zip(op.writes, bodies[op.call].outputs, strict=True):
+                if name in slots and isinstance(t, TensorType):
+                    held[name] = known[name] = t
+        out[op.label] = Step(
+            line=show_op(op),
+            planes=tuple(planes),
+            types=known,
+            size=size,
+            dies=tuple(n for n in dies[op.label] if n not in received),
+        )
+    return out
+
+
+class Runtime:
+    """Slots on one device, and the lanes that use them.  One half runs at a time."""
+
+    def __init__(self, device: torch.device, lanes: Lanes, pin: bool):
+        self.device, self.lanes, self.pin = device, lanes, pin
+        self.store = Store({}, {})
+        self.gradients = GradientPlanes(pin)
+        self.slots: dict[str, Tensor] = {}
+        self.last: dict[str, dict[str, Ticket]] = {}
+        self.frames: weakref.WeakSet[Frame] = weakref.WeakSet()
+        self.free: dict[int, list[HostBuffer]] = {}
+        self.measure = False
+        self.peak = 0
+
+    def run(self, half: str, frame: Frame) -> None:
+        """Runs the half; when it returns, no lane touches a host plane any more, and on the CPU nothing runs at all.
+        Raises the first failure of an op, with its line."""
+        e = frame.executable
+        self.claim(e.schedule)
+        lanes = self.lanes
+        lanes.describe = lambda label: f"in {e.steps[label].line.strip()}"
+        lanes.begin()
+        tickets: dict[str, Ticket] = {}
+        try:
+            for op in getattr(e.schedule, half):
+                waits = [t for wait in op.after for t in self.resolved(wait, op, tickets)]
+                ticket = lanes.issue(op.lane, op.label, partial(self.perform, op, e.steps[op.label], frame), waits)
+                tickets[op.label] = ticket
+                for name in op.touches:
+                    if on_host(name) or name in self.slots:
+                        self.last.setdefault(name, {})[op.lane] = ticket
+        except BaseException:
+            lanes.cancel()
+            raise
+        lanes.finish(("h2d", "d2h") if self.device.type == "cuda" else ("h2d", "compute", "d2h"))
+
+    def resolved(self, wait: str, op: Op, tickets: Mapping[str, Ticket]) -> Sequence[Ticket]:
+        """The ops that a wait stands for: one label, or the last users of a name on the other lanes."""
+        if name := prev_of(wait):
+            return [t for lane, t in self.last.get(name, {}).items() if lane != op.lane]
+        return [tickets[wait]]
+
+    def claim(self, schedule: Schedule) -> None:
+        """Allocates the schedule's slots.  Those of another schedule serve if they are large enough and the budget
+        holds both; else all are given back first."""
+        wanted = schedule.slot_bytes
+        if all(n in self.slots and self.slots[n].numel() >= size for n, size in wanted.items()):
+            if not schedule.budget or sum(t.numel() for t in self.slots.values()) == sum(wanted.values()):
+                return
+        self.lanes.finish()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        self.slots = {n: torch.empty(size, dtype=torch.uint8, device=self.device) for n, size in wanted.items()}
+        self.last.clear()
+
+    def perform(self, op: Op, step: Step, frame: Frame) -> None:
+        if op.verb == "compute":
+            self.compute(op, step, frame)
+        elif op.verb == "prefetch":
+            self.prefetch(op, step, frame)
+        elif op.verb == "offload":
+            self.offload(op, step, frame)
+        else:
+            raise ValueError(f"nothing runs {op.verb} {op.call}: updates are the optimizer's")
+        for name in step.dies:
+            frame.values.pop(name, None)
+
+    def prefetch(self, op: Op, step: Step, frame: Frame) -> None:
+        source = op.reads[0]
+        buffer = self.store.planes[source] if source in self.store.planes else frame.spilled[source]
+        self.slots[op.writes[0]][: step.size].copy_(buffer.flat[: step.size], non_blocking=True)
+
+    def offload(self, op: Op, step: Step, frame: Frame) -> None:
+        target = op.writes[0]
+        if target in frame.grads:
+            buffer = frame.grads[target][0]
+        else:
+            buffer = frame.spilled[target]
+        buffer.flat[: step.size].copy_(self.slots[op.reads[0]][: step.size], non_blocking=True)
+
+    def compute(self, op: Op, step: Step, frame: Frame) -> None:
+        body = frame.executable.bodies[op.call]
+        spec = body.spec
+        operands = iter(op.reads)
+        kept = self.value(next(operands), step, frame) if spec.keep and not spec.forward else None
+        values = [self.value(next(operands), step, frame) for _ in body.needs]
+        slots = [next(operands) for _ in step.planes]
+        layouts = frame.executable.layouts
+        views = [layouts[p].views(self.slots[s]) for p, s in zip(step.planes, slots, strict=True)]
+        weights = [views[p][k] for p, k in frame.executable.weights[spec.template]]
+        if spec.forward:
+            grad = bool(frame.executable.schedule.backward)
+            results = self.metered(lambda: body.forward(values, weights, grad), frame, [values, weights])
+            for name, result in zip(op.writes, results, strict=True):
+                self.put(name, result, step, frame)
+            return
+        state = self.value(next(operands), step, frame) if body.random and not spec.keep else None
+        grads = [self.value(next(operands), step, frame) for _ in spec.grads]
+        adds = [self.value(next(operands), step, frame) for _ in spec.adds]
+        targets = op.writes[len(spec.wants) :]
+        places = self.grad_views(frame.executable, spec, step.planes, targets)
+        sums = {
+            j: places[j][1]
+            for j, (p, _) in enumerate(frame.executable.weights[spec.template])
+            if p in spec.sums and j in places and places[j][0] in frame.defined
+        }
+        call = partial(body.backward, values, weights, kept, state, grads, adds, sums)
+        made, trained = self.metered(call, frame, [values, weights, grads, adds, list(sums.values())])
+        for name, g in zip(op.writes, made, strict=False):
+            self.put(name, g, step, frame)
+        for j, g in trained.items():
+            if g is not None:
+                name, place = places[j]
+                place.copy_(g)
+                frame.defined.add(name)
+
+    def grad_views(
+        self, e: Executable, spec: BodySpec, planes: Sequence[str], slots: Sequence[str]
+    ) -> dict[int, tuple[str, Tensor]]:
+        """Weight index -> (dotted name, its place in a gradient slot)."""
+        places: dict[str, Tensor] = {}
+        for p, slot in zip(spec.trains, slots, strict=True):
+            layout = e.grad_layouts[planes[p]]
+            names = [entry.name for entry in layout.entries]
+            places |= dict(zip(names, layout.views(self.slots[slot]), strict=True))
+        names = {j: e.layouts[planes[p]].entries[k].name for j, (p, k) in enumerate(e.weights[spec.template])}
+        return {j: (n, places[n]) for j, n in names.items() if n in places}
+
+    def value(self, name: str, step: Step, frame: Frame) -> Any:
+        if name in step.types:
+            t = step.types[name]
+            return self.slots[name][: t.nbytes].view(TORCH[t.dtype]).view(t.shape)
+        return frame.values[name]
+
+    def put(self, name: str, result: Any, step: Step, frame: Frame) -> None:
+        if name in step.types:
+            self.value(name, step, frame).copy_(result)
+        else:
+            frame.values[name] = result
+
+    def metered(self, call: Any, frame: Frame, known: list[Any]) -> Any:
+        """Runs a body; with `measure` on, notes the device bytes in use at its peak (on the CPU, where nobody else does)."""
+        if not self.measure:
+            return call()
+        with Meter(known) as meter:
+            result = call()
+        held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors(frame.values)}
+        slots = sum(t.numel() for t in self.slots.values())
+        self.peak = max(self.peak, slots + sum(held.values()) + meter.peak)
+        return result
+
+    def buffer(self, size: int) -> HostBuffer:
+        """A host buffer of `size` bytes for a spilled value; given back when its frame goes."""
+        return self.free[size].pop() if self.free.get(size) else HostBuffer(size, self.pin)
+
+    def frame(self, executable: Executable) -> Frame:
+        """A new call's frame, with host room for all that its forward spills."""
+        made = Frame(executable)
+        for op in executable.schedule.forward:
+            if op.verb == "offload":
+                made.spilled[op.writes[0]] = self.buffer(-(-executable.steps[op.label].size // 4096) * 4096)
+        self.frames.add(made)
+        weakref.finalize(made, _recycle, self.free, list(made.spilled.values()))
+        return made
+
+
+def _recycle(free: dict[int, list[HostBuffer]], buffers: list[HostBuffer]) -> None:
+    for b in buffers:
+        free.setdefault(b.bytes, []).append(b)
+
+
+def _tensors(values: Mapping[str, Any]) -> list[Tensor]:
+    out: list[Tensor] = []
+    for v in values.values():
+        if isinstance(v, Tensor) and v.device.type != "meta":
+            out.append(v)
+        elif isinstance(v, Kept):
+            out.extend(v.results)
+    return out

@@ -1,0 +1,141 @@
+"""differentiate: what each template's bodies take, make and need at the sizes of this call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatrain.bodies import Body
+from megatrain.meter import Meter
+from megatrain.pipeline import Pass
+from megatrain.program import BodySpec, Derivative, Layer, Program, TemplateGraph, type_of
+
+
+@dataclass(frozen=True)
+class Differentiate(Pass):
+    """Runs every template once on fake tensors, forward and backward, and writes down the types of what it reads and
+    makes, which of that carries a gradient, and the device bytes that the bodies need.
+
+    Bodies are autograd on the template's own graph (backend "eager"), so there is no code to derive here: a template whose
+    layers differ in what needs a gradient becomes one template for each case."""
+
+    name, needs, gives = "differentiate", "partitioned", "differentiated"
+
+    def apply(self, program: Program) -> Program:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        env = _arguments(program, mode)
+        carries = {n for n in env if n in program.needs}
+        made: dict[object, tuple[TemplateGraph, Derivative, list[Tensor]]] = {}
+        templates: list[TemplateGraph] = []
+        layers: list[Layer] = []
+        for layer in program.layers:
+            template = program.template(layer.template)
+            values = [env[n] for n in layer.reads]
+            needs = tuple(n in carries for n in layer.reads)
+            weights = [program.planes[layer.planes[p]][e] for p, e in template.weights]
+            trains = tuple(w in program.needs for w in weights)
+            key = (template.name, tuple((v.shape, v.stride(), v.dtype) for v in values), needs, trains)
+            if key not in made:
+                variant = _concrete(program, template, layer, sum(k[0] == template.name for k in made))  # type: ignore
+                with mode:
+                    specs = [program.weights[w] for w in weights]
+                    fakes = [torch.empty_strided(s, st, dtype=d, device=program.device) for s, st, d in specs]
+                made[key] = (variant, *_measured(program, variant, values, fakes, needs, trains, mode))
+                templates.append(variant)
+            variant, derivative, results = made[key]
+            layers.append(Layer(**{**vars(layer), "template": variant.name, "ints": ()}))
+            env.update(zip(layer.writes, results, strict=True))
+            carries.update(n for n, d in zip(layer.writes, derivative.differentiable, strict=True) if d)
+        derivatives = {t.name: d for t, d, _ in made.values()}
+        return program.replace(
+            templates=tuple(templates), layers=tuple(layers), derivatives=MappingProxyType(derivatives)
+        )
+
+
+def _arguments(program: Program, mode: FakeTensorMode) -> dict[str, Tensor]:
+    """A fake tensor for each argument and state of the program, by value name."""
+    with mode:
+        return {
+            i.name: torch.empty_strided(shape, stride, dtype=dtype, device=program.device)
+            for i in program.inputs
+            if i.kind != "weight"
+            for shape, stride, dtype in [program.weights[i.target] if i.kind == "state" else program.arguments[i.name]]
+        }
+
+
+def _concrete(program: Program, template: TemplateGraph, layer: Layer, variants: int) -> TemplateGraph:
+    """The template with this call's sizes written into its code, under a name of its own."""
+    values = iter([int(e.subs(program.sizes)) for e in layer.ints])
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node | int] = {}
+    placeholders = template.graph.graph.find_nodes(op="placeholder")
+    for n in placeholders[len(placeholders) - template.ints :] if template.ints else []:
+        env[n] = next(values)
+    for n in template.graph.graph.nodes:
+        if n not in env:
+            env[n] = graph.node_copy(n, lambda a: env[a])  # type: ignore[arg-type, return-value]
+    name = template.name if not variants else f"{template.name}_{variants + 1}"
+    code = fx.GraphModule(template.graph, graph)
+    return TemplateGraph(name, code, template.values, template.weights, 0, template.random)
+
+
+def _measured(
+    program: Program,
+    template: TemplateGraph,
+    values: list[Tensor],
+    weights: list[Tensor],
+    needs: tuple[bool, ...],
+    trains: tuple[bool, ...],
+    mode: FakeTensorMode,
+) -> tuple[Derivative, list[Tensor]]:
+    planes = tuple(p for p, _ in template.weights)
+    device = torch.device(program.device)
+
+    def body(spec: BodySpec) -> Body:
+        return Body(spec, template.graph, needs, trains, planes, False, device, program.autocast)
+
+    known = [*values, *weights]
+    workspace: dict[str, int] = {}
+    forward = body(BodySpec(template.name, forward=True))
+    with mode, Meter(known) as meter:
+        results = forward.forward(values, weights, program.training)
+    workspace["fwd"] = meter.peak - _fresh(results, meter)
+    flags: tuple[bool, ...] = (False,) * len(results)
+    kept = 0
+    if program.training and (any(needs) or any(trains)):
+        wants = tuple(i for i, n in enumerate(needs) if n)
+        with mode:
+            _, recorded = forward.recorded(values, weights)
+        flags = tuple(bool(r.requires_grad) for r in recorded)
+        del recorded
+        grads = tuple(i for i, f in enumerate(flags) if f)
+        with mode:
+            given = [torch.empty_like(results[i]) for i in grads]
+        spec = BodySpec(template.name, forward=False, grads=grads, wants=wants, trains=tuple(set(planes)))
+        with mode, Meter([*known, *given]) as meter:
+            made, _ = body(spec).backward(values, weights, None, None, given, [], {})
+        workspace["bwd"] = meter.peak - _fresh(made, meter)
+        keeping = body(BodySpec(template.name, forward=True, keep=True))
+        with mode, Meter(known) as meter:
+            *out, graph = keeping.forward(values, weights, True)
+        meter.collect()
+        kept = meter.now  # results that the graph saved are counted here too: they may die before it does
+        workspace["fwd.keep"] = max(0, meter.peak - kept)
+        spec = BodySpec(template.name, forward=False, keep=True, grads=grads, wants=wants, trains=tuple(set(planes)))
+        with mode, Meter([*known, *given, *out]) as meter:
+            made, _ = body(spec).backward(values, weights, graph, None, given, [], {})
+        workspace["bwd.keep"] = meter.peak - _fresh(made, meter)
+        del out, graph, made
+    reads, writes = tuple(map(type_of, values)), tuple(map(type_of, results))
+    dense = tuple(r.is_contiguous() for r in results)
+    return Derivative(reads, writes, needs, trains, flags, dense, kept, MappingProxyType(workspace)), results
+
+
+def _fresh(results: list[Tensor | None], meter: Meter) -> int:
+    """Bytes of the results whose storage was made inside the meter."""
+    storages = {r.untyped_storage()._cdata for r in results if r is not None}
+    return sum(size for key, (_, size) in meter.alive.items() if key in storages)

@@ -1,0 +1,83 @@
+"""plan: what lives where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatrain.emission import emitted
+from megatrain.liveness import peak
+from megatrain.pipeline import Pass
+from megatrain.program import Plan as Residency
+from megatrain.program import Program
+
+
+class BudgetError(ValueError):
+    """The device budget cannot be met; says the smallest that can."""
+
+
+@dataclass(frozen=True)
+class Plan(Pass):
+    """The paper's plan: weights stream through `slots` slots, layers are recomputed from their inputs, and as many layers'
+    inputs as the budget asks for wait on the host, the first layers' first, since theirs wait longest.
+
+    With `activations="keep"` the last layers keep their autograd graphs instead, as many as fit.  Where another forward is
+    outstanding, every layer's inputs go to the host.  Raises BudgetError."""
+
+    name, needs, gives = "plan", "differentiated", "planned"
+    slots: int = 2
+    activations: str = "recompute"
+
+    def __post_init__(self) -> None:
+        if self.slots < 1:
+            raise ValueError(f"plan{{slots={self.slots}}}: at least one slot is needed")
+        if self.activations not in ("recompute", "keep"):
+            raise ValueError(f"plan{{activations={self.activations!r}}}: use 'recompute' or 'keep'")
+
+    def apply(self, program: Program) -> Program:
+        layers = [layer.name for layer in program.layers]
+        count = len(layers)
+
+        def tried(slots: int, keep: int, spill: int) -> Program:
+            plan = Residency(slots, frozenset(layers[count - keep :]), frozenset(layers[:spill]))
+            made = program.replace(plan=plan)
+            return made.replace(plan=Residency(plan.slots, plan.keep, plan.spill, peak(emitted(made)[0])))
+
+        def fits(made: Program) -> bool:
+            return not program.budget or made.plan.peak <= program.budget
+
+        if program.extra and program.training:
+            choices = [tried(self.slots, 0, count), tried(1, 0, count)]
+        elif self.activations == "keep" and program.training:
+            most = _most(count, lambda n: fits(tried(self.slots, n, 0)))
+            choices = [tried(self.slots, most, 0)]
+        else:
+            choices = [tried(self.slots, 0, 0)]
+        if not program.extra and program.training and not fits(choices[-1]):
+            spared = count - _most(count, lambda n: fits(tried(self.slots, 0, count - n)))
+            choices += [tried(self.slots, 0, spared)]
+        if not fits(choices[-1]):
+            choices += [tried(1, 0, 0), tried(1, 0, count)]
+        for made in choices:
+            if fits(made):
+                return made
+        least = min(choices, key=lambda made: made.plan.peak).plan
+        raise BudgetError(
+            f"a device budget of {_mib(program.budget)} is too small for this model at these sizes: the smallest that "
+            f"works is {_mib(least.peak)} ({least.slots} weight slot{'s' * (least.slots > 1)}, "
+            f"inputs of {len(least.spill)} of {count} layers on the host)\n"
+            f"compile with memory='{-(-least.peak // 2**20)}MiB' or more, or make the batch smaller"
+        )
+
+
+def _most(count: int, fits: Callable[[int], bool]) -> int:
+    """The largest n in 0..count for which `fits` holds, which it does up to some n; 0 where it never does."""
+    low, high = 0, count
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
