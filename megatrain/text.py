@@ -46,9 +46,7 @@ _TENSOR = re.compile(r"(\w+)\[((?:\d+(?:,\d+)*)?)\]")
 _BODY = re.compile(
     r"(?P<name>[^\s(]+)\((?P<inputs>.*?)\)(?:\s*->\s*(?P<outputs>.*?))?(?:\s+workspace\s+(?P<bytes>.*))?"
 )
-_OP = re.compile(
-    r"(?P<label>\S+)\s+(?P<verb>\S+)(?:\s+(?P<work>.*?))?(?:\s*->\s*(?P<writes>.*?))?(?:\s+after\s+(?P<after>.*))?"
-)
+_AFTER = re.compile(r"\s+after\s+")
 _CALL = re.compile(r"(?P<call>[^\s(]+)\((?P<reads>.*)\)")
 
 
@@ -152,7 +150,7 @@ def show_schedule(schedule: Schedule) -> str:
     lines = [*_header(schedule), *_declarations(schedule)]
     held = device_bytes(schedule)
     shown = show_ops(schedule.ops)
-    width = _width(shown, 0, 100)
+    width = _width(shown, 0, 108)
     ops = iter([f"{s:<{width}} ; {show_about(held[op.label]):>10}" for s, op in zip(shown, schedule.ops, strict=True)])
     for half in HALVES:
         given = _given_backward(schedule) if half == "backward" else []
@@ -234,20 +232,21 @@ def parse_schedule(text: str) -> Schedule:
 
 def parse_op(line: str) -> Op:
     """One op, `LABEL VERB operands -> results after LABEL*`."""
-    match = _OP.fullmatch(line.split(";", 1)[0].strip())
-    if not match:
-        raise ValueError("an op is LABEL VERB operands -> results after LABEL, ...")
-    label, verb, work, writes, after = match.group("label", "verb", "work", "writes", "after")
+    head, *after = _AFTER.split(line.split(";", 1)[0].strip(), maxsplit=1)
+    head, _, writes = head.partition("->")
+    label, verb, work, *_ = [*head.split(None, 2), "", "", ""]
     if not is_label(label):
         raise ValueError(f"{label!r} is no label: write an identifier that is none of {', '.join(sorted(KEYWORDS))}")
+    if not verb:
+        raise ValueError("an op is LABEL VERB operands -> results after LABEL, ...")
     if verb not in LANES:
         raise ValueError(f"{verb!r} is no verb: write one of {', '.join(LANES)}")
-    call = _CALL.fullmatch(work or "")
-    reads = _names(call["reads"] if call else work or "", is_operand, _OPERAND)
-    waits = _names(after or "", lambda wait: is_operand(prev_of(wait)) if prev_of(wait) else is_label(wait), _WAIT)
+    call = _CALL.fullmatch(work.strip())
+    reads = _names(call["reads"] if call else work, is_operand, _OPERAND)
+    waits = _names("".join(after), lambda wait: is_operand(prev_of(wait)) if prev_of(wait) else is_label(wait), _WAIT)
     if call and not is_path(call["call"]):
         raise ValueError(f"{call['call']!r} is no body or rule: write a name such as block.fwd or adamw")
-    return Op(label, verb, reads, _names(writes or "", is_operand, _OPERAND), call["call"] if call else "", waits)
+    return Op(label, verb, reads, _names(writes, is_operand, _OPERAND), call["call"] if call else "", waits)
 
 
 _OPERAND = "write an identifier (w1) for what is on the device, a dotted path (layers.3.w) for what is on the host"

@@ -244,8 +244,8 @@ def budget(schedule: Schedule) -> Iterator[str]:
         return
     top = max(schedule.ops, key=lambda op: held[op.label])
     if held[top.label] > schedule.budget:
-        what = f"{text.show_about(held[top.label])} at {top.label} exceed {text.show_about(schedule.budget)}"
-        yield fault(what, [top], f"allow {held[top.label]} B, or keep less on the device")
+        what = f"{top.label} needs {text.show_about(held[top.label])}, the budget is {text.show_about(schedule.budget)}"
+        yield fault(what, [top], f"allow {text.show_bytes(held[top.label])}, or keep less on the device")
 
 
 def race(schedule: Schedule) -> Iterator[str]:

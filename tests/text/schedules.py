@@ -77,7 +77,7 @@ def tangles(draw: st.DrawFn) -> tuple[Op, ...]:
 
 # The names are those that a careless grammar would take for something else.
 _bare = st.sampled_from(
-    ["x", "w0", "_", "prev", "each", "weights", "workspace", "MiB", "forward", "slots", "compute", "ß"]
+    ["x", "w0", "_", "prev", "each", "weights", "workspace", "MiB", "forward", "slots", "compute", "xß"]
 )
 _label = _bare.filter(is_label)
 _word = st.sampled_from(["layers", "0", "1", "2", "10", "02", "after", "budget", "w", "prev", "²"])

@@ -185,11 +185,11 @@ BROKEN = {
         block.fwd expects f32[4]: pass that, or call a body for i64[4]""",
     ),
     "budget": (
-        ("budget 200 B", "budget 180 B"),
+        ("budget 200 B", "budget 175 B"),
         """\
-        budget: 192 B at fwd0 exceed 180 B
-          fwd0     compute   block.fwd(x0, w0)        -> x1           after fetch0
-        allow 192 B, or keep less on the device""",
+        budget: fetch0 needs 176 B, the budget is 175 B
+          fetch0   prefetch  layers.0.w               -> w0           after prev(w0), prev(layers.0.w)
+        allow 176 B, or keep less on the device""",
     ),
     "race": (
         ("-> x1       after fetch0", "-> x1"),
