@@ -20,11 +20,13 @@ from megatrain.program import BodySpec
 
 @dataclass
 class Kept:
-    """A layer's autograd graph between its forward and its backward.  `weights` is set for the time of the backward."""
+    """A layer's autograd graph between its forward and its backward.  `weights` is set for the backward."""
 
     leaves: tuple[Tensor, ...] = ()
     results: tuple[Tensor, ...] = ()
     weights: tuple[Tensor, ...] = ()
+    bytes: int = 0
+    """Device bytes it holds, where the runtime measures."""
 
 
 @dataclass(frozen=True)

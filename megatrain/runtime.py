@@ -62,7 +62,6 @@ class Frame:
     grads: dict[str, tuple[HostBuffer, list[Tensor]]] = field(default_factory=dict)
     defined: set[str] = field(default_factory=set)
     """Dotted names of the parameters that have got a gradient."""
-    workspace: int = 0
 
 
 def _steps(e: Executable) -> dict[str, Step]:
@@ -257,9 +256,13 @@ class Runtime:
             return call()
         with Meter(known) as meter:
             result = call()
+        for made in result if isinstance(result, list) else ():
+            if isinstance(made, Kept):
+                made.bytes = meter.now
+        kept = sum(v.bytes for v in frame.values.values() if isinstance(v, Kept))
         held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors(frame.values)}
         slots = sum(t.numel() for t in self.slots.values())
-        self.peak = max(self.peak, slots + sum(held.values()) + meter.peak)
+        self.peak = max(self.peak, slots + sum(held.values()) + kept + meter.peak)
         return result
 
     def buffer(self, size: int) -> HostBuffer:
@@ -284,9 +287,7 @@ def _recycle(free: dict[int, list[HostBuffer]], buffers: list[HostBuffer]) -> No
 
 def _tensors(values: Mapping[str, Any]) -> list[Tensor]:
     out: list[Tensor] = []
-    for v in values.values():
-        if isinstance(v, Tensor) and v.device.type != "meta":
+    for name, v in values.items():
+        if isinstance(v, Tensor) and not name.startswith("rng_"):
             out.append(v)
-        elif isinstance(v, Kept):
-            out.extend(v.results)
     return out

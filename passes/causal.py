@@ -47,6 +47,7 @@ class Causal(Pass):
                 found = evaluate(mask, known)
                 verdicts[mask] = equals_causal(found) if found is not None else None
             if verdicts[mask] is None:
+                _unexpanded(mask, known)
                 continue
             kind, conditions = verdicts[mask]
             if not all(c.subs(hints) in (True, sympy.true) for c in conditions):
@@ -56,6 +57,25 @@ class Causal(Pass):
         module.graph.eliminate_dead_code()
         module.recompile()
         return program.replace(graph=module, guards=tuple(dict.fromkeys([*program.guards, *guards])))
+
+
+def _unexpanded(mask: fx.Node, known: dict[fx.Node, Indexed | None]) -> None:
+    """For a bias that is masked, `contiguous(where(seen, bias, lowest))`: a `seen` that hides nothing goes, one that was
+    expanded over the batch is used as it was before, as eager code does; the sums over the batch in the backward are then
+    the same ones."""
+    where = operation(mask)[1][0] if family(mask) == "aten.contiguous" else mask
+    if family(where) != "aten.where" or any(u is not mask for u in where.users if where is not mask):
+        return
+    if any(family(u) != ATTENTION for u in mask.users):
+        return
+    seen, bias, other = operation(where)[1]
+    found = evaluate(seen, known) if isinstance(seen, fx.Node) else None
+    if found is None or not isinstance(bias, fx.Node) or len(where.meta["val"].shape) != len(bias.meta["val"].shape):
+        return
+    if equals_causal(found) == ("full", ()):
+        where.replace_all_uses_with(bias)
+    elif family(seen) == "aten.expand":
+        where.args = (operation(seen)[1][0], bias, other)
 
 
 def _argument(node: fx.Node, position: int, name: str) -> Any:

@@ -13,7 +13,9 @@ from megatrain.program import Program
 
 
 class BudgetError(ValueError):
-    """The device budget cannot be met; says the smallest that can."""
+    """The device budget cannot be met; says the smallest that can, and holds it, in bytes."""
+
+    smallest = 0
 
 
 @dataclass(frozen=True)
@@ -62,12 +64,14 @@ class Plan(Pass):
             if fits(made):
                 return made
         least = min(choices, key=lambda made: made.plan.peak).plan
-        raise BudgetError(
+        error = BudgetError(
             f"a device budget of {_mib(program.budget)} is too small for this model at these sizes: the smallest that "
             f"works is {_mib(least.peak)} ({least.slots} weight slot{'s' * (least.slots > 1)}, "
             f"inputs of {len(least.spill)} of {count} layers on the host)\n"
             f"compile with memory='{-(-least.peak // 2**20)}MiB' or more, or make the batch smaller"
         )
+        error.smallest = least.peak
+        raise error
 
 
 def _most(count: int, fits: Callable[[int], bool]) -> int:

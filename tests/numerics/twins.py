@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
-import io
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 import megatrain
-from megatrain.passes import Plan
+from megatrain.passes import BudgetError, Plan
 
 KEEP = tuple(Plan(activations="keep") if p.name == "plan" else p for p in megatrain.DEFAULT_PASSES)
 """The pipeline that keeps autograd graphs instead of recomputing."""
@@ -28,7 +25,7 @@ def twins(make: Callable[[], nn.Module], mode: str = "recompute", **options: Any
     torch.manual_seed(0)
     eager = make()
     ours = copy.deepcopy(eager)
-    return eager, megatrain.compile(ours, device="cpu", passes=MODES[mode], **options)
+    return eager, megatrain.compile(ours, device="cpu", **{"passes": MODES[mode], **options})
 
 
 def bits(t: Tensor) -> Tensor:
@@ -78,3 +75,26 @@ def alike(eager: Any, ours: Any, do: Callable[[Any], Any], seed: int = 0) -> Any
     assert torch.equal(after, torch.get_rng_state()), "the random state afterwards"
     check(eager, ours)
     return found
+
+
+@dataclass(frozen=True)
+class Squeeze(megatrain.Pass):
+    """Sets the budget between the smallest that works (share 0) and what an unlimited plan takes (share 1)."""
+
+    name, needs, gives = "squeeze", "differentiated", "differentiated"
+    share: float = 0.0
+
+    def apply(self, program: megatrain.Program) -> megatrain.Program:
+        try:
+            Plan().apply(program.replace(budget=1))
+        except BudgetError as e:
+            least = e.smallest
+        else:
+            raise AssertionError("a budget of one byte was enough")
+        most = Plan().apply(program.replace(budget=0)).plan.peak
+        return program.replace(budget=least + int(self.share * (most - least)))
+
+
+def squeezed(passes: Sequence[megatrain.Pass], share: float = 0.0) -> list[megatrain.Pass]:
+    at = [p.name for p in passes].index("plan")
+    return [*passes[:at], Squeeze(share), *passes[at:]]

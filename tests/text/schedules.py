@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from megatrain.order import place_waits
 from megatrain.schedule import HALVES, ITEMSIZE, LANES, Body, Op, Schedule, Slot, Template, TensorType, Value, prev
 from megatrain.text import is_label
+
+QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""For every test on generated schedules: seconds in all, and a slow machine is no failure."""
 
 X = TensorType("f32", (8, 1024))
 WEIGHTS = 1 << 20

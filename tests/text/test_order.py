@@ -8,8 +8,8 @@ from itertools import combinations
 from textwrap import dedent
 
 import pytest
-from hypothesis import given, settings
-from schedules import SLOTS, X, paper, papers, tangles
+from hypothesis import given
+from schedules import QUICK, SLOTS, X, paper, papers, tangles
 
 from megatrain.order import Race, conflicts, happens_before, place_waits, place_waits_ops, races, unrolled_races
 from megatrain.schedule import HALVES, Op, Schedule, on_host, prev, prev_of
@@ -107,6 +107,7 @@ def test_a_wait_that_another_implies_is_left_out():
     ]
 
 
+@QUICK
 @given(tangles())
 def test_waits_are_the_transitive_reduction(ops: tuple[Op, ...]):
     placed = place_waits_ops(ops, SLOTS)
@@ -125,6 +126,7 @@ def _ordered(a: Op, b: Op) -> bool:
     return a.lane == b.lane or bool(conflicts(a, b, SLOTS))
 
 
+@QUICK
 @given(tangles())
 def test_a_tangle_is_ordered_and_removing_any_wait_is_a_race(ops: tuple[Op, ...]):
     schedule = paper(1).replace(slots=paper(1, 2, 1).slots, forward=place_waits_ops(ops, SLOTS), backward=(), update=())
@@ -134,8 +136,8 @@ def test_a_tangle_is_ordered_and_removing_any_wait_is_a_race(ops: tuple[Op, ...]
         assert races(less), wait
 
 
+@QUICK
 @given(papers)
-@settings(max_examples=40)
 def test_removing_any_single_wait_is_a_race(schedule: Schedule):
     assert races(schedule) == []
     assert place_waits(schedule) == schedule
@@ -177,8 +179,8 @@ def late_prevs(schedule: Schedule) -> set[str]:
     return late
 
 
+@QUICK
 @given(papers)
-@settings(max_examples=10)
 def test_whole_runs_of_any_shape_are_ordered(schedule: Schedule):
     for run in list(runs(schedule))[:6]:
         assert unrolled_races(run) == []

@@ -7,7 +7,7 @@ from textwrap import dedent
 
 import pytest
 from hypothesis import given
-from schedules import paper, papers, printable
+from schedules import QUICK, paper, papers, printable
 
 from megatrain.diff import diff_schedules
 from megatrain.schedule import Schedule, Template
@@ -24,24 +24,24 @@ slots g0 g1  gradients 1 MiB each
 inputs x0 f32[8,1024]
 outputs x3
 forward
-fetch0   prefetch  layers.0.w               -> w0           after prev(w0), prev(layers.0.w)         ;    4.0 MiB
-fetch1   prefetch  layers.1.w               -> w1           after prev(w1), prev(layers.1.w)         ;    4.0 MiB
-fwd0     compute   block.fwd(x0, w0)        -> x1           after fetch0                             ;    4.2 MiB
-fetch2   prefetch  layers.2.w               -> w0           after fwd0, prev(layers.2.w)             ;    4.1 MiB
-fwd1     compute   block.fwd(x1, w1)        -> x2           after fetch1                             ;    4.2 MiB
-fwd2     compute   block.fwd(x2, w0)        -> x3           after fetch2                             ;    4.2 MiB
+fetch0   prefetch  layers.0.w               -> w0           after prev(w0), prev(layers.0.w)          ;    4.0 MiB
+fetch1   prefetch  layers.1.w               -> w1           after prev(w1), prev(layers.1.w)          ;    4.0 MiB
+fwd0     compute   block.fwd(x0, w0)        -> x1           after fetch0                              ;    4.2 MiB
+fetch2   prefetch  layers.2.w               -> w0           after fwd0, prev(layers.2.w)              ;    4.1 MiB
+fwd1     compute   block.fwd(x1, w1)        -> x2           after fetch1                              ;    4.2 MiB
+fwd2     compute   block.fwd(x2, w0)        -> x3           after fetch2                              ;    4.2 MiB
 backward
 grads dx3 f32[8,1024]
 input_grads dx0
-refetch2 prefetch  layers.2.w               -> w0           after prev(w0), prev(layers.2.w)         ;    4.1 MiB
-refetch1 prefetch  layers.1.w               -> w1           after prev(w1), prev(layers.1.w)         ;    4.1 MiB
-bwd2     compute   block.bwd(x2, w0, dx3)   -> dx2, g0      after refetch2, prev(g0)                 ;    4.3 MiB
-refetch0 prefetch  layers.0.w               -> w0           after bwd2, prev(layers.0.w)             ;    4.1 MiB
-grad2    offload   g0                       -> layers.2.dw  after bwd2, prev(layers.2.dw)            ;    4.1 MiB
-bwd1     compute   block.bwd(x1, w1, dx2)   -> dx1, g1      after refetch1, prev(g1)                 ;    4.3 MiB
-grad1    offload   g1                       -> layers.1.dw  after bwd1, prev(layers.1.dw)            ;    4.1 MiB
-bwd0     compute   block.bwd(x0, w0, dx1)   -> dx0, g0      after refetch0, grad2                    ;    4.2 MiB
-grad0    offload   g0                       -> layers.0.dw  after bwd0, prev(layers.0.dw)            ;    4.0 MiB
+refetch2 prefetch  layers.2.w               -> w0           after prev(w0), prev(layers.2.w)          ;    4.1 MiB
+refetch1 prefetch  layers.1.w               -> w1           after prev(w1), prev(layers.1.w)          ;    4.1 MiB
+bwd2     compute   block.bwd(x2, w0, dx3)   -> dx2, g0      after refetch2, prev(g0)                  ;    4.3 MiB
+refetch0 prefetch  layers.0.w               -> w0           after bwd2, prev(layers.0.w)              ;    4.1 MiB
+grad2    offload   g0                       -> layers.2.dw  after bwd2, prev(layers.2.dw)             ;    4.1 MiB
+bwd1     compute   block.bwd(x1, w1, dx2)   -> dx1, g1      after refetch1, prev(g1)                  ;    4.3 MiB
+grad1    offload   g1                       -> layers.1.dw  after bwd1, prev(layers.1.dw)             ;    4.1 MiB
+bwd0     compute   block.bwd(x0, w0, dx1)   -> dx0, g0      after refetch0, grad2                     ;    4.2 MiB
+grad0    offload   g0                       -> layers.0.dw  after bwd0, prev(layers.0.dw)             ;    4.0 MiB
 update
 upd0     update    adamw(layers.0.dw)       -> layers.0.w   after prev(layers.0.dw), prev(layers.0.w) ;    4.0 MiB
 upd1     update    adamw(layers.1.dw)       -> layers.1.w   after prev(layers.1.dw), prev(layers.1.w) ;    4.0 MiB
@@ -68,11 +68,13 @@ def test_parse_show():
     assert parse_schedule(GOLDEN) == schedule
 
 
+@QUICK
 @given(papers)
 def test_parse_is_the_inverse_of_show(schedule: Schedule):
     assert parse_schedule(show_schedule(schedule)) == schedule
 
 
+@QUICK
 @given(printable)
 def test_parse_is_the_inverse_of_show_for_whatever_can_be_written(schedule: Schedule):
     assert parse_schedule(show_schedule(schedule)) == schedule

@@ -7,7 +7,7 @@ from textwrap import dedent
 
 import pytest
 from hypothesis import given
-from schedules import paper, papers
+from schedules import QUICK, paper, papers
 
 from megatrain.schedule import Op, Schedule, Slot
 from megatrain.text import parse_schedule
@@ -273,6 +273,7 @@ def test_the_example_of_the_design():
         add 'after fwd0' to fetch2""")
 
 
+@QUICK
 @given(papers)
 def test_good_schedules_pass(schedule: Schedule):
     verify_schedule(schedule)
