@@ -11,6 +11,9 @@ from collections.abc import Iterable
 
 from megatrain.schedule import Schedule, Type, nbytes, on_host
 
+BLOCK = 512
+"""The granularity of CUDA's caching allocator, taken for the CPU too."""
+
 
 def values(schedule: Schedule, names: Iterable[str]) -> tuple[str, ...]:
     """Those of `names` that are values: neither on the host nor slots."""
@@ -55,6 +58,11 @@ def last_uses(schedule: Schedule) -> dict[str, tuple[str, ...]]:
     return {label: tuple(names) for label, names in dying.items()}
 
 
+def held_bytes(t: Type) -> int:
+    """Bytes that a value occupies: device allocators hand out whole blocks of BLOCK bytes."""
+    return -(-nbytes(t) // BLOCK) * BLOCK
+
+
 def device_bytes(schedule: Schedule) -> dict[str, int]:
     """For every label, the bytes on the device while that op runs: all slots, the live values, those it makes and those
     that die after it included, and its body's workspace.
@@ -69,9 +77,9 @@ def device_bytes(schedule: Schedule) -> dict[str, int]:
     live: dict[str, int] = {}
     held: dict[str, int] = {}
     for half, ops in schedule.halves():
-        live |= {name: nbytes(types[name]) for name in bound(schedule, half)}
+        live |= {name: held_bytes(types[name]) for name in bound(schedule, half)}
         for op in ops:
-            live |= {name: nbytes(types[name]) for name in op.writes if name in types}
+            live |= {name: held_bytes(types[name]) for name in op.writes if name in types}
             workspace = bodies[op.call].workspace if op.call in bodies else 0
             held[op.label] = slots + sum(live.values()) + workspace
             for name in dying[op.label]:

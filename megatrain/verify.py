@@ -220,6 +220,18 @@ def made(schedule: Schedule) -> Iterator[str]:
                 yield fault(f"the caller receives {n} after the {half} half, which does not make it", [], cure)
 
 
+def stale(schedule: Schedule) -> Iterator[str]:
+    """A slot is read after it was filled in the same half: between two halves any other half may fill it anew."""
+    for half, ops in schedule.halves():
+        filled: set[str] = set()
+        for op in ops:
+            for n in op.reads:
+                if n in schedule.slot_bytes and n not in filled:
+                    cure = f"fill {n} earlier in the {half} half"
+                    yield fault(f"{op.label} reads {n}, which the {half} half has not filled", [op], cure)
+            filled |= set(op.writes)
+
+
 def fit(schedule: Schedule) -> Iterator[str]:
     """Operands have the types that the body expects, and slots hold what is put in them."""
     slots = schedule.slot_bytes
@@ -258,7 +270,7 @@ def race(schedule: Schedule) -> Iterator[str]:
 
 
 SCHEDULE_RULES: tuple[ScheduleRule, ...] = (
-    verb, name, declared, label, operand, wait, body, once, made, fit, budget, race,
+    verb, name, declared, label, operand, wait, body, once, made, stale, fit, budget, race,
 )  # fmt: skip
 
 RULES: dict[str, tuple[Rule, ...]] = {"scheduled": tuple(map(on_schedule, SCHEDULE_RULES))}

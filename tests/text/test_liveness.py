@@ -71,21 +71,21 @@ def test_value_types_are_those_of_the_bodies():
 
 
 def test_device_bytes():
-    slots, x, labels = 128, 16, 16
+    slots, x = 128, 512
     assert device_bytes(STEP) == {
-        "fetch0": slots + x + labels + 8,
-        "fwd0": slots + 2 * x + labels + 100,
-        "fetch1": slots + 2 * x + labels,
-        "fwd1": slots + 3 * x + labels + 100,
-        "fwd2": slots + 3 * x + labels + 4 + 32,
-        "done": slots + 3 * x + labels + 4 + 32,
-        "bwd2": slots + 4 * x + labels + 4,
+        "fetch0": slots + 3 * x,
+        "fwd0": slots + 3 * x + 100,
+        "fetch1": slots + 3 * x,
+        "fwd1": slots + 4 * x + 100,
+        "fwd2": slots + 6 * x,
+        "done": slots + 6 * x,
+        "bwd2": slots + 6 * x,
         "bwd1": slots + 4 * x,
         "grad1": slots + 2 * x,
         "bwd0": slots + 3 * x,
         "grad0": slots + x,
     }
-    assert peak(STEP) == slots + 3 * x + labels + 100
+    assert peak(STEP) == slots + 6 * x
 
 
 def test_spilled_inputs_cost_their_slots_only():

@@ -14,7 +14,7 @@ from megatrain.text import parse_schedule
 from megatrain.verify import RULES, SCHEDULE_RULES, VerifyError, verify, verify_schedule
 
 TEXT = """
-budget 200 B
+budget 2 KiB
 template block  layers.0
   fwd(f32[4], 64 B) -> f32[4]
   bwd(f32[4], 64 B, f32[4]) -> f32[4], 64 B
@@ -185,11 +185,11 @@ BROKEN = {
         block.fwd expects f32[4]: pass that, or call a body for i64[4]""",
     ),
     "budget": (
-        ("budget 200 B", "budget 175 B"),
+        ("budget 2 KiB", "budget 1663 B"),
         """\
-        budget: fetch0 needs 176 B, the budget is 175 B
-          fetch0   prefetch  layers.0.w               -> w0           after prev(w0), prev(layers.0.w)
-        allow 176 B, or keep less on the device""",
+        budget: bwd0 needs 1.6 KiB, the budget is 1.6 KiB
+          bwd0     compute   block.bwd(x0, w0, dx1)   -> dx0, g0      after refetch0, prev(g0)
+        allow 1664 B, or keep less on the device""",
     ),
     "race": (
         ("-> x1       after fetch0", "-> x1"),
@@ -202,6 +202,13 @@ BROKEN = {
         race: fwd0 may overtake the last users of w0
           fwd0     compute   block.fwd(x0, w0)        -> x1
         add 'after prev(w0)' to fwd0""",
+    ),
+    "stale": (
+        ("bwd0     compute   block.bwd(x0, w0, dx1) -> dx0, g0", "bwd0     compute   block.bwd(x0, g0, dx1) -> dx0, g0"),
+        """\
+        stale: bwd0 reads g0, which the backward half has not filled
+          bwd0     compute   block.bwd(x0, g0, dx1)   -> dx0, g0      after refetch0, prev(g0)
+        fill g0 earlier in the backward half""",
     ),
     "race: before": (
         ("after bwd0, prev(layers.0.dw)", "after bwd0"),

@@ -1,0 +1,132 @@
+"""Step time of megatrain beside plain PyTorch on one CUDA device: Qwen2-shaped models, random weights and tokens.
+
+    python benchmarks/step_time.py --model 3.09b --batch 16 --sequence 1024 --memory 24GiB --steps 20
+
+Each system runs in this process, one after the other, from the same weights and tokens; the losses of every step are
+compared.  Plain PyTorch holds everything on the device: bf16 weights, bf16 optimizer state (fused AdamW), checkpointed
+layers.  megatrain streams every weight under the budget and steps bf16 parameters on the host with torch's fused AdamW.
+TFLOP/s counts 6 x parameters x tokens (no attention, no recomputation).  Prints a JSON line a system and a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128, vocab_size=512, tie_word_embeddings=True),
+    "0.49b": dict(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2, intermediate_size=4864, vocab_size=151936, tie_word_embeddings=True),
+    "3.09b": dict(hidden_size=2048, num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=2, intermediate_size=11008, vocab_size=151936, tie_word_embeddings=True),
+    "7.62b": dict(hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4, intermediate_size=18944, vocab_size=152064, tie_word_embeddings=False),
+}  # fmt: skip
+
+
+def build(shape: dict[str, Any], device: str) -> nn.Module:
+    """The model with random weights, made on the device that fills it fastest, then on the host."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    config = Qwen2Config(**shape, max_position_embeddings=32768, use_cache=False)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    return model.to("cpu").train()
+
+
+def batches(vocabulary: int, batch: int, sequence: int, steps: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, vocabulary, (batch, sequence), generator=generator) for _ in range(steps)]
+
+
+def train(model: nn.Module, tokens: list[torch.Tensor], device: str, fused: bool) -> tuple[list[float], list[float]]:
+    """(losses, seconds) of each step: forward, backward, clipping at 1.0, AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=fused)
+    losses: list[float] = []
+    seconds: list[float] = []
+    for ids in tokens:
+        start = time.perf_counter()
+        ids = ids.to(device)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if device != "cpu":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return losses, seconds
+
+
+def measured(system: str, args: argparse.Namespace, tokens: list[torch.Tensor]) -> dict[str, Any]:
+    import megatrain
+
+    cuda = args.device == "cuda"
+    model = build(SHAPES[args.model], args.device)
+    count = sum(p.numel() for p in model.parameters())
+    start = time.perf_counter()
+    row: dict[str, Any] = dict(system=system, model=args.model, parameters=count, batch=args.batch, sequence=args.sequence)
+    if system == "plain":
+        model.to(args.device)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore
+    else:
+        ids = tokens[0]
+        megatrain.compile(model, device=args.device, memory=args.memory, example=dict(input_ids=ids, labels=ids))
+    row["prepare_s"] = round(time.perf_counter() - start, 1)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    losses, seconds = train(model, tokens, args.device, fused=True)
+    step = statistics.median(seconds[2:] or seconds)
+    n = args.batch * args.sequence
+    row |= dict(
+        step_s=round(step, 3),
+        tokens_s=round(n / step),
+        tflops_6nt=round(6 * count * n / step / 1e12, 1),
+        device_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else 0.0,
+        losses=[round(x, 4) for x in losses],
+    )
+    if system != "plain":
+        found = megatrain.stats(model)
+        row |= dict(planned_gib=round(found.planned_peak / 2**30, 2), budget_gib=round(found.budget / 2**30, 2))
+    del model
+    gc.collect()
+    if cuda:
+        torch.cuda.empty_cache()
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="0.49b")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--sequence", type=int, default=1024)
+    parser.add_argument("--memory", default="24GiB")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--systems", default="megatrain,plain")
+    args = parser.parse_args()
+    tokens = batches(SHAPES[args.model]["vocab_size"], args.batch, args.sequence, args.steps)
+    rows: list[dict[str, Any]] = []
+    for system in args.systems.split(","):
+        rows.append(measured(system, args, tokens))
+        print(json.dumps(rows[-1]), flush=True)
+    print(f"{'system':<10} {'step s':>8} {'tok/s':>8} {'TFLOP/s':>8} {'device GiB':>10} {'first loss':>10} {'last loss':>10}")
+    for r in rows:
+        print(
+            f"{r['system']:<10} {r['step_s']:>8} {r['tokens_s']:>8} {r['tflops_6nt']:>8} {r['device_gib']:>10} "
+            f"{r['losses'][0]:>10} {r['losses'][-1]:>10}"
+        )
+    if len(rows) == 2:
+        apart = max(abs(a - b) for a, b in zip(rows[0]["losses"], rows[1]["losses"], strict=True))
+        print(f"largest difference between the losses of a step: {apart:.4f}; ratio of tok/s: "
+              f"{rows[0]['tokens_s'] / rows[1]['tokens_s']:.2f}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
