@@ -132,9 +132,12 @@ def dump(path: str) -> Schedule:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise UsageError(f"{path}: {reason}: name a dump, as `megatrain show` prints one") from error
     try:
-        return parse_schedule(text)
+        schedule = parse_schedule(text)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{path} is no dump of a schedule: {error}") from error
+    if not schedule.ops:
+        raise ValueError(f"{path} holds no ops: name a dump of a scheduled program, such as 08-prune.txt")
+    return schedule
 
 
 if __name__ == "__main__":

@@ -70,12 +70,15 @@ def called(source: str) -> Any:
         function: Any = importlib.import_module(path)
         for part in name.split("."):
             function = getattr(function, part)
+    except Exception as error:  # a module may raise anything when it is imported
+        raise UsageError(f"cannot import {source}: {type(error).__name__}: {error}") from error
+    try:
         with torch.device("meta"):
             return function()
     except Exception as error:
         raise UsageError(
-            f"{source}: {type(error).__name__}: {error}\nname a function that takes no arguments; it is called on the meta "
-            "device, so what must be computed there needs device='cpu'"
+            f"{source} failed with {type(error).__name__}: {error}\nname a function that takes no arguments; it is called "
+            "with torch.device('meta'), so what it must compute needs device='cpu'"
         ) from error
 
 
@@ -105,6 +108,8 @@ def from_type(source: str, batch: int, sequence: int) -> Call:
 
 def from_transformers(transformers: Any, config: Any, batch: int, sequence: int) -> Call:
     made = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0  # a plain configuration has none, and shifting the labels asks for one
     try:
         with torch.device("meta"):
             model: nn.Module = made.from_config(config)

@@ -14,6 +14,10 @@ from megatrain.meter import Meter
 from megatrain.pipeline import Pass
 from megatrain.program import BodySpec, Derivative, Layer, Program, TemplateGraph, type_of
 
+RESERVE = 96 * 2**20
+"""Bytes that CUDA libraries hold for themselves: a workspace of 32 MiB for each thread that multiplies matrices (the
+caller's and autograd's) and cuBLASLt's."""
+
 
 @dataclass(frozen=True)
 class Differentiate(Pass):
@@ -130,6 +134,8 @@ def _measured(
             made, _ = body(spec).backward(values, weights, graph, None, given, [], {})
         workspace["bwd.keep"] = meter.peak - _fresh(made, meter)
         del out, graph, made
+    if device.type == "cuda":
+        workspace = {kind: size + RESERVE for kind, size in workspace.items()}
     reads, writes = tuple(map(type_of, values)), tuple(map(type_of, results))
     dense = tuple(r.is_contiguous() for r in results)
     return Derivative(reads, writes, needs, trains, flags, dense, kept, MappingProxyType(workspace)), results
