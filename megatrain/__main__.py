@@ -10,7 +10,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -21,6 +20,7 @@ from megatrain.liveness import peak
 from megatrain.offline import program_of
 from megatrain.program import STAGES, Program
 from megatrain.schedule import Schedule
+from megatrain.settings import parse_bytes
 from megatrain.show import show
 from megatrain.source import UsageError, is_dump, model_of
 from megatrain.text import parse_schedule, show_about
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"megatrain: {error}", file=sys.stderr)
         return 2
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"megatrain: {error}", file=sys.stderr)
         return 1
 
@@ -51,10 +51,12 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="train a small Llama in less memory than it needs, and compare with eager")
-    demo.add_argument("--device", help="cuda or cpu; cuda where there is one")
+    demo.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is one")
     demo.add_argument("--memory", help="the cap on the device, such as 28MiB")
     demo.add_argument("--steps", type=positive, help="optimizer steps")
-    demo.add_argument("--out", type=Path, default=Path("megatrain-demo"), help="the folder for schedule, dumps and trace")
+    demo.add_argument(
+        "--out", type=Path, default=Path("megatrain-demo"), help="the folder for schedule, dumps and trace"
+    )
     demo.set_defaults(run=run_demo_command)
 
     shown = commands.add_parser("show", help="print a model's program or schedule, or a dump")
@@ -77,7 +79,7 @@ def add_source(command: argparse.ArgumentParser) -> None:
     command.add_argument("source", metavar="SOURCE", help=SOURCE)
     command.add_argument("--batch", type=positive, default=2, help="of a Hugging Face model; %(default)s")
     command.add_argument("--sequence", type=positive, default=128, help="of a Hugging Face model; %(default)s")
-    command.add_argument("--memory", help="the cap on the device, such as 24GiB")
+    command.add_argument("--memory", type=size, help="the cap on the device, such as 24GiB")
     command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="%(default)s")
     command.add_argument("--kind", choices=("train", "eval"), default="train", help="%(default)s")
 
@@ -86,6 +88,13 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
     return int(text)
+
+
+def size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def run_demo_command(options: argparse.Namespace) -> int:
@@ -118,10 +127,10 @@ def program(options: argparse.Namespace) -> Program | Schedule:
     if is_dump(options.source):
         return dump(options.source)
     model, args, kwargs = model_of(options.source, options.batch, options.sequence)
-    model.train(options.kind == "train")
-    with nullcontext() if options.kind == "train" else torch.no_grad():
+    training = options.kind == "train"
+    with torch.set_grad_enabled(training):
         return program_of(
-            model, args, kwargs, device=options.device, memory=options.memory, stage=options.stage
+            model.train(training), args, kwargs, device=options.device, memory=options.memory, stage=options.stage
         )
 
 

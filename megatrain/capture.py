@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import linecache
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate
 
 from megatrain import ops
+from megatrain.opaque import OPERATOR, Opaque, tracing
 from megatrain.program import Input, Program
 from megatrain.structure import Leaf, Structure, flatten, key_name, sanitized, unique
 
@@ -150,12 +152,12 @@ def capture(
     for sizes in (_distinct_sizes(call), {}) if distinct else ({},):
         structure = Structure()
         try:
-            with _traced(model, forward, call, structure):
+            with _traced(model, forward, call, structure), tracing(model) as opaque:
                 exported = _export(model, call, sizes, home)
         except Exception as e:
             error = error or e
             continue
-        return _captured(exported, structure, call, home, device, names, model)
+        return _captured(exported, structure, call, home, device, names, model, opaque)
     assert error is not None
     raise CaptureError(_explain(model, error)) from error
 
@@ -182,7 +184,9 @@ def _export(model: nn.Module, call: Call, sizes: Mapping[tuple[int, int], int], 
 
     tensors = call.tensors.values()
     shapes = tuple({d: torch.export.Dim.AUTO for d, s in enumerate(t.shape) if s >= 2} for t in tensors)
-    return torch.export.export(model, tuple(map(example, tensors)), dynamic_shapes=shapes or None, strict=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"The tensor attributes? .*_flat_weights")  # nn.LSTM's second list of its weights
+        return torch.export.export(model, tuple(map(example, tensors)), dynamic_shapes=shapes or None, strict=False)
 
 
 @contextmanager
@@ -243,6 +247,7 @@ def _captured(
     device: torch.device,
     names: Mapping[int, str],
     model: nn.Module,
+    opaque: Mapping[str, Opaque],
 ) -> Capture:
     source: fx.GraphModule = exported.graph_module
     graph = fx.Graph()
@@ -284,7 +289,7 @@ def _captured(
             symbols[here] = (env[node].name, dim)
             guards.append(sympy.Eq(here, expr))
 
-    copier = _Copier(graph, home, device, guards)
+    copier = _Copier(graph, home, device, guards, opaque)
     copier.run(source, env)
     results = [env[n] if isinstance(n, fx.Node) else n for n in source.graph.output_node().args[0]]  # type: ignore
     kept: list[fx.Node] = []
@@ -364,8 +369,15 @@ def _attach(
 class _Copier:
     """Copies export's graph into a clean one, region by region."""
 
-    def __init__(self, graph: fx.Graph, home: torch.device, device: torch.device, guards: list[sympy.Basic]):
-        self.graph, self.home, self.device, self.guards = graph, home, device, guards
+    def __init__(
+        self,
+        graph: fx.Graph,
+        home: torch.device,
+        device: torch.device,
+        guards: list[sympy.Basic],
+        opaque: Mapping[str, Opaque],
+    ):
+        self.graph, self.home, self.device, self.guards, self.opaque = graph, home, device, guards, opaque
         self.grad_ish: set[fx.Node] = set()
 
     def run(
@@ -408,6 +420,8 @@ class _Copier:
         tracked = any(isinstance(a, fx.Node) and self.differentiable(a) for a in pytree.tree_leaves((args, kwargs)))
         if any(isinstance(a, fx.GraphModule) for a in pytree.tree_leaves((args, kwargs))):
             raise CaptureError(f"{name} with a sub-graph of its own is not supported: write {node.name} without it")
+        if name == OPERATOR:
+            target, args = self.opaque[str(args[1])], args[:1]  # type: ignore[index]
         if wrap:
             target, args = ops.under_autocast, (*wrap, target, *args)  # type: ignore[misc]
         if no_grad and tracked:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatrain import settings
 from megatrain.bodies import Body
-from megatrain.capture import Call, Capture, CaptureError, bind_sizes, capture, hooks_of, mode_key, module_key
+from megatrain.capture import Call, Capture, CaptureError, bind_sizes, capture, mode_key, module_key
 from megatrain.lanes import Lanes
 from megatrain.liveness import peak
 from megatrain.observe import Dump, Verify
@@ -176,9 +176,9 @@ class Compiled:
 
     def refuse_hooks(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
-            if name and any(hooks_of(module)):
+            if name and (module._backward_hooks or module._backward_pre_hooks):
                 raise CaptureError(
-                    f"{name} ({type(module).__name__}) has a hook, which a captured graph cannot call\n"
+                    f"{name} ({type(module).__name__}) has a backward hook, which a captured child cannot call\n"
                     "put the hook on the compiled model itself or on a parameter, or remove it before the call"
                 )
 
@@ -305,7 +305,11 @@ class Running:
                 frame.values[i.name] = c.tensors[i.target].detach().to(c.device, copy=True)
         s = frame.executable.schedule
         c.schedules["train" if s.backward else "eval"] = s
-        c.runtime.run("forward", frame)
+        try:
+            c.runtime.run("forward", frame)
+        except BaseException:
+            frame.values.clear()
+            raise
         values = [frame.values[n] for n in s.outputs]
         own = len(values) - len(program.writes_back)
         targets = {i.name: i for i in program.inputs}

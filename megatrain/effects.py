@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from megatrain import ops
+from megatrain.opaque import Opaque
 
 DROPOUTS = ("aten.dropout", "aten.feature_dropout", "aten.alpha_dropout", "aten.feature_alpha_dropout")
 RNNS = ("aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu")
@@ -34,6 +35,9 @@ def family(node: fx.Node) -> str:
 def writes_into(node: fx.Node) -> list[fx.Node]:
     """The arguments that the call changes in place."""
     target, args = operation(node)
+    if isinstance(target, Opaque):
+        first = len(target.names)
+        return _nodes(args[0][first : first + len(target.buffer_names)])
     if not isinstance(target, torch._ops.OpOverload):
         return []
     schema = target._schema.arguments
@@ -70,6 +74,8 @@ def roots(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
 def draws(node: fx.Node) -> bool:
     """Whether the call draws random numbers as it is written (a dropout in training, attention with dropout)."""
     target, args = operation(node)
+    if isinstance(target, Opaque):
+        return target.module.training
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     if family(node) in DROPOUTS:
@@ -90,3 +96,8 @@ def _nodes(values: Iterable[Any]) -> list[fx.Node]:
         elif isinstance(value, (list, tuple)):
             out.extend(_nodes(value))
     return out
+
+
+def runs_hooks(node: fx.Node) -> bool:
+    """Whether the call runs a user's hooks, which must happen once."""
+    return isinstance(operation(node)[0], Opaque)

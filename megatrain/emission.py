@@ -212,7 +212,9 @@ def _backward(
         place: dict[str, str] = {}
         for n in layer.reads:
             if n in spilled:
-                place[n] = f"a{e.turn['a'] % (2 * width)}"
+                t = e.types[n]
+                assert isinstance(t, TensorType)
+                place[n] = _slot(e, f"a{e.turn['a'] % (2 * width)}", "activations", t.nbytes)
                 e.turn["a"] += 1
                 suffix = spilled[n].rpartition(".x")[2]
                 fetches.append(Op(_label("unspill", layer.label + suffix), "prefetch", (spilled[n],), (place[n],)))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from megatrain import settings
-from megatrain.capture import Call, Capture, CaptureError, bind_sizes, capture
+from megatrain.capture import Call, CaptureError, bind_sizes, capture
 from megatrain.observe import Dump, Verify
 from megatrain.passes import DEFAULT
 from megatrain.pipeline import Observer, Pass, pipeline, run, split
@@ -40,8 +40,8 @@ def program_of(
     earlier one, returns it.  Of the arguments only shapes, strides and dtypes are used.  Gradients are wanted if grad
     mode is on.
 
-    Raises ValueError for a stage, device, size or pass that there is not and for a model that is compiled already, CaptureError
-    for one that cannot be captured, BudgetError for a `memory` that cannot be met."""
+    Raises ValueError for a stage, device, size or pass that there is not and for a model that is compiled already,
+    CaptureError for one that cannot be captured, BudgetError for a `memory` that cannot be met."""
     if stage not in STAGES:
         raise ValueError(f"stage={stage!r}: there is {', '.join(STAGES)}")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():  # torch aborts on fake CUDA tensors then
@@ -50,15 +50,20 @@ def program_of(
         raise ValueError(f"this {type(model).__name__} is compiled already: megatrain.schedule(model) is its schedule")
     tensors, names = tensors_of(model)
     call = Call(inspect.signature(model.forward), args, kwargs)
-    found, sizes = captured(model, model.forward, call, torch.device(device), names)
-    constants = {name: t.contiguous() for name, t in found.constants.items()}
-    planes = planes_of(model) | ({"constants.w": tuple(constants)} if constants else {})
-    program = described(found.program, tensors | constants, planes, layer_of(model), settings.parse_bytes(memory))
-    observers = observers_of(program)
-    first, rest = split(pipeline(passes))
-    program = run(program, up_to(stage, first), observers)
-    later = up_to(stage, rest)
-    return run(sized(program, call, sizes), later, observers) if later else program
+    budget, layers = settings.parse_bytes(memory), layer_of(model)
+    first, rest = (up_to(stage, part) for part in split(pipeline(passes)))
+    broken = ""
+    for distinct in (True, False):
+        found = capture(model, model.forward, call, torch.device(device), names, distinct)
+        constants = {name: t.contiguous() for name, t in found.constants.items()}
+        planes = planes_of(model) | ({"constants.w": tuple(constants)} if constants else {})
+        program = described(found.program, tensors | constants, planes, layers, budget)
+        observers = observers_of(program)
+        program = run(program, first, observers)
+        if not (broken := broken_guard(program, call)):
+            sizes = bind_sizes(program, call.tensors)
+            return run(sized(program, call, sizes or {}), rest, observers) if rest else program
+    raise CaptureError(f"the captured graph does not hold for its own sizes ({broken}): give other sizes")
 
 
 def up_to(stage: str, passes: Sequence[Pass]) -> tuple[Pass, ...]:
@@ -75,20 +80,10 @@ def tensors_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[int, str]]:
     return tensors, names
 
 
-def captured(
-    model: nn.Module, forward: Callable[..., Any], call: Call, device: torch.device, names: Mapping[int, str]
-) -> tuple[Capture, Sizes]:
-    """A capture that holds for this call, and the value of its size symbols in it.  Raises CaptureError."""
-    found = capture(model, forward, call, device, names)
-    sizes = bind_sizes(found.program, call.tensors)
-    if sizes is None:
-        found = capture(model, forward, call, device, names, distinct=False)
-        sizes = bind_sizes(found.program, call.tensors)
-    if sizes is None:
-        guards = found.program.guards
-        failed = next(g for g in guards if bind_sizes(found.program.replace(guards=(g,)), call.tensors) is None)
-        raise CaptureError(f"the captured graph does not hold for its own sizes ({failed}): give other sizes")
-    return found, sizes
+def broken_guard(program: Program, call: Call) -> str:
+    """The first guard that the sizes of this call break; empty where the program holds for them."""
+    broken = (g for g in program.guards if bind_sizes(program.replace(guards=(g,)), call.tensors) is None)
+    return next(map(str, broken), "")
 
 
 def described(

@@ -60,6 +60,8 @@ class TemplateGraph:
     ints: int
     random: bool
     """It draws random numbers, so a recomputing body starts from the recorded generator state."""
+    once: bool = False
+    """It runs hooks of the user's, so its layers are kept, never recomputed."""
 
 
 @dataclass(frozen=True)

@@ -217,7 +217,8 @@ class Runtime:
             if p in spec.sums and j in places and places[j][0] in frame.defined
         }
         call = partial(body.backward, values, weights, kept, state, grads, adds, sums)
-        made, trained = self.metered(call, frame, [values, weights, grads, adds, list(sums.values())])
+        known = [values, weights, grads, adds, list(sums.values()), kept.results if kept else ()]
+        made, trained = self.metered(call, frame, known)
         for name, g in zip(op.writes, made, strict=False):
             self.put(name, g, step, frame)
         for j, g in trained.items():

@@ -41,7 +41,7 @@ def model_of(source: str, batch: int, sequence: int) -> Call:
 
 def from_callable(source: str, batch: int, sequence: int) -> Call:
     made = called(source)
-    model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    model, example = made if type(made) is tuple and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise UsageError(f"{source} returned {type(model).__name__}: return a torch.nn.Module, or (model, example)")
     if isinstance(example, dict):
@@ -50,7 +50,8 @@ def from_callable(source: str, batch: int, sequence: int) -> Call:
         return model, tuple(example), {}
     if example is not None:
         raise UsageError(
-            f"the example of {source} is {type(example).__name__}: give a tuple of positional or a dict of keyword arguments"
+            f"the example of {source} is {type(example).__name__}: "
+            "give a tuple of positional or a dict of keyword arguments"
         )
     parameters = inspect.signature(model.forward).parameters
     if "input_ids" in parameters:
@@ -77,8 +78,9 @@ def called(source: str) -> Any:
             return function()
     except Exception as error:
         raise UsageError(
-            f"{source} failed with {type(error).__name__}: {error}\nname a function that takes no arguments; it is called "
-            "with torch.device('meta'), so what it must compute needs device='cpu'"
+            f"{source} failed with {type(error).__name__}: {error}\n"
+            "name a function that takes no arguments; it is called with torch.device('meta'), so what it must compute "
+            "needs device='cpu'"
         ) from error
 
 

@@ -13,8 +13,8 @@ from megatrain.lanes import ALL, Span
 
 @contextmanager
 def record(model: nn.Module) -> Generator[list[Span], None, None]:
-    """Inside, every op that the compiled `model` runs leaves a span in the list that is given; the list is complete when
-    the block ends.  Raises ValueError for a model that is not compiled."""
+    """Inside, every op that the compiled `model` runs leaves a span in the list that is given, complete when the block
+    ends.  Raises ValueError for a model that is not compiled."""
     state = model.__dict__.get("_megatrain")
     if state is None:
         raise ValueError(f"this {type(model).__name__} is not compiled: call megatrain.compile(model) first")
@@ -30,8 +30,8 @@ def record(model: nn.Module) -> Generator[list[Span], None, None]:
 
 
 def chrome_trace(spans: Sequence[Span], name: str = "megatrain") -> dict[str, Any]:
-    """The spans as JSON-able data in the Chrome trace event format: process `name`, a thread a lane, a complete event an
-    op, in microseconds from the first start."""
+    """The spans as JSON-able data in the Chrome trace event format: process `name`, a thread a lane, a complete event
+    an op, in microseconds from the first start."""
     threads = {lane: i for i, lane in enumerate(lanes_of(spans))}
     zero = min((start for _, _, start, _ in spans), default=0.0)
     events: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": name}}]
@@ -45,7 +45,7 @@ def chrome_trace(spans: Sequence[Span], name: str = "megatrain") -> dict[str, An
 
 
 def lane_times(spans: Iterable[Span]) -> dict[str, float]:
-    """Seconds that each lane was busy, lanes in the order h2d, compute, d2h, host; those without a span are left out."""
+    """Seconds that each lane was busy, lanes in the order h2d, compute, d2h, host; those without spans are left out."""
     spans = list(spans)
     return {lane: sum(end - start for _, at, start, end in spans if at == lane) for lane in lanes_of(spans)}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -51,7 +51,7 @@ class Differentiate(Pass):
                 made[key] = (variant, *_measured(program, variant, values, fakes, needs, trains, mode))
                 templates.append(variant)
             variant, derivative, results = made[key]
-            layers.append(Layer(**{**vars(layer), "template": variant.name, "ints": ()}))
+            layers.append(replace(layer, template=variant.name, ints=()))
             env.update(zip(layer.writes, results, strict=True))
             carries.update(n for n, d in zip(layer.writes, derivative.differentiable, strict=True) if d)
         derivatives = {t.name: d for t, d, _ in made.values()}
@@ -84,7 +84,7 @@ def _concrete(program: Program, template: TemplateGraph, layer: Layer, variants:
             env[n] = graph.node_copy(n, lambda a: env[a])  # type: ignore[arg-type, return-value]
     name = template.name if not variants else f"{template.name}_{variants + 1}"
     code = fx.GraphModule(template.graph, graph)
-    return TemplateGraph(name, code, template.values, template.weights, 0, template.random)
+    return replace(template, name=name, graph=code, ints=0)
 
 
 def _measured(

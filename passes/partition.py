@@ -12,7 +12,7 @@ import sympy
 import torch
 from torch import fx, ops
 
-from megatrain.effects import draws, roots, writes_into
+from megatrain.effects import draws, roots, runs_hooks, writes_into
 from megatrain.graphs import shape_text, size_of, text_of
 from megatrain.pipeline import Pass
 from megatrain.program import Layer, Program, TemplateGraph
@@ -211,8 +211,8 @@ def _built(program: Program, graph: fx.Graph, segment: dict[fx.Node, int], owner
         path, label = paths[k]
         if key not in templates:
             base = _template_name(path, label, taken)
-            random = any(draws(n) for n in nodes)
-            templates[key] = TemplateGraph(base, code, len(reads), places, len(sizes), random)
+            flags = any(map(draws, nodes)), any(map(runs_hooks, nodes))
+            templates[key] = TemplateGraph(base, code, len(reads), places, len(sizes), *flags)
         layers.append(
             Layer(
                 name=path,

@@ -21,7 +21,8 @@ class BudgetError(ValueError):
 @dataclass(frozen=True)
 class Plan(Pass):
     """The paper's plan: weights stream through `slots` slots, layers are recomputed from their inputs, and as many layers'
-    inputs as the budget asks for wait on the host, the first layers' first, since theirs wait longest.
+    inputs as the budget asks for wait on the host, the first layers' first, since theirs wait longest.  A layer that runs
+    hooks of the user's keeps its graph: recomputing would run them twice.
 
     With `activations="keep"` the last layers keep their autograd graphs instead, as many as fit.  Where another forward is
     outstanding, every layer's inputs go to the host.  Raises BudgetError."""
@@ -39,9 +40,10 @@ class Plan(Pass):
     def apply(self, program: Program) -> Program:
         layers = [layer.name for layer in program.layers]
         count = len(layers)
+        once = frozenset(layer.name for layer in program.layers if program.template(layer.template).once)
 
         def tried(slots: int, keep: int, spill: int) -> Program:
-            plan = Residency(slots, frozenset(layers[count - keep :]), frozenset(layers[:spill]))
+            plan = Residency(slots, frozenset(layers[count - keep :]) | once, frozenset(layers[:spill]))
             made = program.replace(plan=plan)
             return made.replace(plan=Residency(plan.slots, plan.keep, plan.spill, peak(emitted(made)[0])))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from twins import KEEP, differing, squeezed, state, twins
+from twins import KEEP, SpillAll, after_plan, differing, squeezed, state, twins
 
 import megatrain
 
@@ -127,6 +127,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, torch.dtype], di
 }
 
 
+NEVER_SPILLS = ("t5",)
+"""No budget makes the plan spill here: the peak is at the first layer's backward, and slots for spilled values add to it."""
+
+
 def loss_of(out: Any) -> Tensor:
     return out.square().mean() if isinstance(out, Tensor) else out["loss"]
 
@@ -155,6 +159,8 @@ def test_trains_bitwise_as_eager(name: str, dtype: torch.dtype, mode: str, monke
     monkeypatch.setenv("MEGATRAIN_VERIFY", "2")
     make, batch = MODELS[name]
     passes = squeezed(megatrain.DEFAULT_PASSES) if mode == "recompute" else KEEP
+    if mode == "recompute" and name in NEVER_SPILLS:
+        passes = after_plan(passes, SpillAll())
     eager, ours = twins(lambda: make().to(dtype).train(), passes=passes)
     torch.manual_seed(2)
     batches = [batch(length, dtype) for length in LENGTHS]

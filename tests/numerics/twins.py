@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -98,3 +98,18 @@ class Squeeze(megatrain.Pass):
 def squeezed(passes: Sequence[megatrain.Pass], share: float = 0.0) -> list[megatrain.Pass]:
     at = [p.name for p in passes].index("plan")
     return [*passes[:at], Squeeze(share), *passes[at:]]
+
+
+@dataclass(frozen=True)
+class SpillAll(megatrain.Pass):
+    """The inputs of every layer wait on the host, whatever the budget."""
+
+    name, needs, gives = "spill-all", "planned", "planned"
+
+    def apply(self, program: megatrain.Program) -> megatrain.Program:
+        return program.replace(plan=replace(program.plan, spill=frozenset(layer.name for layer in program.layers)))
+
+
+def after_plan(passes: Sequence[megatrain.Pass], added: megatrain.Pass) -> list[megatrain.Pass]:
+    at = [p.name for p in passes].index("plan") + 1
+    return [*passes[:at], added, *passes[at:]]
