@@ -7,9 +7,9 @@ from pathlib import Path
 
 from megatrain.pipeline import Pass
 from megatrain.program import Program
+from megatrain.rules import verify_program
 from megatrain.show import show
 from megatrain.verify import VerifyError
-from megatrain.verify import verify as verify_program
 
 
 class Verify:
@@ -17,7 +17,7 @@ class Verify:
 
     def __call__(self, p: Pass, program: Program) -> None:
         try:
-            verify_program(program, program.stage)
+            verify_program(program)
         except VerifyError as e:
             raise VerifyError(f"after pass {p}, {e.rule}", e.faults) from e
 
