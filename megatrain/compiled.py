@@ -160,7 +160,8 @@ class Compiled:
                 "keep it constant between calls, pass it as a tensor, or compile a model for each value"
             )
         if count:
-            LOG.warning("megatrain: capturing again: %s", reason)
+            expected = reason.startswith("grad mode")  # training and evaluation are captured once each
+            LOG.log(logging.INFO if expected else logging.WARNING, "megatrain: capturing again: %s", reason)
             self.reasons.append(reason)
         made = self.capture(model, call)
         sizes = bind_sizes(made.program, call.tensors)

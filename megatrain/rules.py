@@ -86,6 +86,15 @@ def joined(program: Program) -> Iterator[str]:
             yield f"result {n} is made by no layer"
 
 
+def owned(program: Program) -> Iterator[str]:
+    """No result of a template shares memory with what it was given, which may lie in a slot that is used again."""
+    for t in program.templates:
+        made = roots(t.graph.graph)
+        for n in _results(t.graph):
+            if isinstance(n, fx.Node) and any(r.op == "placeholder" for r in made[n]):
+                yield f"result {n} of template {t.name} shares memory with an operand\nreturn a clone of it"
+
+
 def typed(program: Program) -> Iterator[str]:
     """Every template has a derivative, and a value has one type for its maker and its readers."""
     types = {}
@@ -118,7 +127,7 @@ def _results(module: fx.GraphModule) -> tuple[object, ...]:
 PROGRAM_RULES: dict[str, tuple[Rule, ...]] = {
     "captured": (graph, named),
     "hoisted": (graph, named, pure, homed),
-    "partitioned": (joined,),
+    "partitioned": (joined, owned),
     "differentiated": (joined, typed),
     "planned": (typed, planned),
     **RULES,

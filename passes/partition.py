@@ -271,8 +271,21 @@ def _extracted(
         )
         env[n].meta["val"] = n.meta.get("val")
     shared = [n for n in nodes if n in results or any(segment.get(u, segment[n]) != segment[n] for u in n.users)]
-    code.output(tuple(env[n] for n in shared))
+    code.output(tuple(_owned(code, [env[n] for n in shared])))
     return fx.GraphModule(torch.nn.Module(), code), reads, weights, sizes, shared
+
+
+def _owned(code: fx.Graph, results: list[fx.Node]) -> list[fx.Node]:
+    """The results, cloned where they share memory with a placeholder: that may lie in a slot, which is used again."""
+    made_of = roots(code)
+    owned: list[fx.Node] = []
+    for n in results:
+        if any(r.op == "placeholder" for r in made_of[n]):
+            clone = code.call_function(ATEN.clone.default, (n,))
+            clone.meta["val"] = n.meta.get("val")
+            n = clone
+        owned.append(n)
+    return owned
 
 
 def _paths(
