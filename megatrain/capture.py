@@ -53,7 +53,8 @@ class Call:
     """The arguments of one call of a model, by parameter name with defaults filled in.
 
     `tensors` maps the path of each tensor among them (`input_ids`, `batch.mask`, `args.0`) to it; `key` is what must be
-    equal for a capture to serve another call, sizes apart (those are the guards')."""
+    equal for a capture to serve another call, sizes apart (those are the guards'); `foreign` are arguments that are neither
+    tensors nor plain values (a generation cache)."""
 
     def __init__(self, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]):
         self.bound = signature.bind(*args, **kwargs)
@@ -63,11 +64,14 @@ class Call:
                 del self.bound.arguments[name]
         leaves, spec = pytree.tree_flatten_with_path(dict(self.bound.arguments))
         self.tensors: dict[str, torch.Tensor] = {}
+        self.foreign: dict[str, Any] = {}
         rest: list[Any] = [spec]
         seen: dict[int, str] = {}
         named = [(".".join(map(key_name, path)), value) for path, value in leaves]
         for name, value in named:
             if not isinstance(value, torch.Tensor):
+                if not _is_plain(value):
+                    self.foreign[name] = value
                 rest.append((name, type(value), value if _is_plain(value) else id(value)))
                 continue
             self.tensors[name] = value

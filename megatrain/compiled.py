@@ -11,6 +11,7 @@ from typing import Any
 
 import sympy
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from megatrain import settings
@@ -74,6 +75,7 @@ class Compiled:
         self.captures: dict[Any, list[Made]] = {}
         self.reasons: list[str] = []
         self.schedules: dict[str, Schedule] = {}
+        self.warned: set[str] = set()
         self.adopted(model)
 
     def __deepcopy__(self, memo: Any) -> None:
@@ -107,9 +109,11 @@ class Compiled:
             LOG.warning("megatrain: %s; laying out host planes and capturing again", reason)
             self.adopted(model)
         call = Call(self.signature, args, kwargs)
+        if call.foreign:
+            return self.eager(call)
         made, sizes = self.captured(model, call)
         program = made.program
-        wants = program.training and bool(program.needs)
+        wants = program.training and bool(program.needs or any(t.requires_grad for t in call.tensors.values()))
         extra = wants and any(f.values for f in self.runtime.frames)
         executable = self.executable(made, call, sizes, extra, ())
         frame = self.runtime.frame(executable)
@@ -140,6 +144,19 @@ class Compiled:
         else:
             measured = self.runtime.peak if self.runtime.measure else planned
         return Stats(planned, measured, self.budget)
+
+    def eager(self, call: Call) -> Any:
+        """The call as it would be without the compiler, on the host weights: for arguments that a graph cannot take."""
+        name, value = next(iter(call.foreign.items()))
+        if name not in self.warned:
+            self.warned.add(name)
+            LOG.warning(
+                "megatrain: argument %s is a %s, which a captured graph cannot take: such calls run eagerly on the host",
+                name, type(value).__name__,
+            )  # fmt: skip
+        args, kwargs = call.arguments([t.to("cpu") for t in call.tensors.values()])
+        result = self.forward(*args, **kwargs)
+        return pytree.tree_map(lambda x: x.to(self.device) if isinstance(x, Tensor) else x, result)
 
     def captured(self, model: nn.Module, call: Call) -> tuple[Made, dict[sympy.Symbol, int]]:
         """A capture whose key and guards this call meets, made now if there is none."""

@@ -153,17 +153,20 @@ class Runtime:
         return [tickets[wait]]
 
     def claim(self, schedule: Schedule) -> None:
-        """Allocates the schedule's slots.  Those of another schedule serve if they are large enough and the budget
-        holds both; else all are given back first."""
+        """Allocates the schedule's slots, where they are not there yet from the schedule before.  Under a budget there are
+        these slots and no others; without one, slots only grow."""
         wanted = schedule.slot_bytes
-        if all(n in self.slots and self.slots[n].numel() >= size for n, size in wanted.items()):
-            if not schedule.budget or sum(t.numel() for t in self.slots.values()) == sum(wanted.values()):
-                return
+        have = {n: t.numel() for n, t in self.slots.items()}
+        if not schedule.budget:
+            wanted = have | {n: max(size, have.get(n, 0)) for n, size in wanted.items()}
+        if wanted == have:
+            return
         self.lanes.finish()
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-        self.slots = {n: torch.empty(size, dtype=torch.uint8, device=self.device) for n, size in wanted.items()}
+        self.slots.clear()
         self.last.clear()
+        self.slots |= {n: torch.empty(size, dtype=torch.uint8, device=self.device) for n, size in wanted.items()}
 
     def perform(self, op: Op, step: Step, frame: Frame) -> None:
         if op.verb == "compute":
