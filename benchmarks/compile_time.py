@@ -1,6 +1,6 @@
 """Capture and compile time of a small Llama by depth: is it linear, and how many templates are there?
 
-    python benchmarks/compile_time.py --depths 4,16,64
+python benchmarks/compile_time.py --depths 4,16,64
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     first, rest = split(pipeline(megatrain.DEFAULT_PASSES))
-    print(f"once a capture: {', '.join(p.name for p in first)}; for each set of sizes: {', '.join(p.name for p in rest)}")
-    print(f"{'layers':>6} {'capture and compile s':>22} {'s a layer':>10} {'another size s':>15} {'templates':>10} {'ops':>6}")
+    print(
+        f"once a capture: {', '.join(p.name for p in first)}; for each set of sizes: {', '.join(p.name for p in rest)}"
+    )
+    print(
+        f"{'layers':>6} {'capture and compile s':>22} {'s a layer':>10} {'another size s':>15} {'templates':>10} {'ops':>6}"
+    )
     for depth in map(int, args.depths.split(",")):
         config = LlamaConfig(
             hidden_size=64, intermediate_size=128, num_hidden_layers=depth, num_attention_heads=4,

@@ -45,7 +45,8 @@ def batches(vocabulary: int, batch: int, sequence: int, steps: int) -> list[torc
 
 
 def train(model: nn.Module, tokens: list[torch.Tensor], device: str) -> tuple[list[float], list[float], list[float]]:
-    """(losses, seconds of forward and backward, seconds in all) of each step: forward, backward, clipping at 1.0, AdamW."""
+    """(losses, seconds of forward and backward, seconds in all) of each step: forward, backward, clipping at 1.0,
+    AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     losses: list[float] = []
     computing: list[float] = []
@@ -75,7 +76,9 @@ def measured(system: str, args: argparse.Namespace, tokens: list[torch.Tensor]) 
     model = build(SHAPES[args.model], args.device)
     count = sum(p.numel() for p in model.parameters())
     start = time.perf_counter()
-    row: dict[str, Any] = dict(system=system, model=args.model, parameters=count, batch=args.batch, sequence=args.sequence)
+    row: dict[str, Any] = dict(
+        system=system, model=args.model, parameters=count, batch=args.batch, sequence=args.sequence
+    )
     if system == "plain":
         model.to(args.device)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore
@@ -121,7 +124,9 @@ def main() -> None:
     for system in args.systems.split(","):
         rows.append(measured(system, args, tokens))
         print(json.dumps(rows[-1]), flush=True)
-    print(f"{'system':<10} {'step s':>8} {'fwd+bwd':>8} {'tok/s':>8} {'TFLOP/s':>8} {'device GiB':>10} {'first loss':>10} {'last loss':>10}")
+    print(
+        f"{'system':<10} {'step s':>8} {'fwd+bwd':>8} {'tok/s':>8} {'TFLOP/s':>8} {'device GiB':>10} {'first loss':>10} {'last loss':>10}"
+    )
     for r in rows:
         print(
             f"{r['system']:<10} {r['step_s']:>8} {r['fwd_bwd_s']:>8} {r['tokens_s']:>8} {r['tflops_6nt']:>8} {r['device_gib']:>10} "

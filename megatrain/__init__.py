@@ -1,7 +1,5 @@
 """megatrain: train models that are too large for the GPU in front of you, by compiling the step into a schedule."""
 
-
-
 from megatrain.api import compile, schedule, stats
 from megatrain.order import place_waits
 from megatrain.passes import DEFAULT as DEFAULT_PASSES

@@ -35,11 +35,12 @@ def compile(
 ) -> M:
     """Routes `model`'s forward through compiled schedules, in place, and returns `model`.
 
-    Parameters move, in place, into flat host planes at once; graphs are captured at the first call, or from `example`: a
-    tuple of positional or a dict of keyword arguments, never computed with.  `device` is where the schedules run: "cuda"
-    (the default where there is one) or "cpu".  `memory` caps the device bytes ("24GiB"); without it nothing is spilled.
-    `passes` is the whole pipeline, `megatrain.DEFAULT_PASSES` unless given; a plain `fn(GraphModule) -> GraphModule` in it
-    is run on the captured graph.  `backend="eager"` runs templates with PyTorch's own kernels: the same bits as eager.
+    Parameters move, in place, into flat host planes at once; graphs are captured at the first call, or from
+    `example`: a tuple of positional or a dict of keyword arguments, never computed with.  `device` is where the
+    schedules run: "cuda" (the default where there is one) or "cpu".  `memory` caps the device bytes ("24GiB");
+    without it nothing is spilled. `passes` is the whole pipeline, `megatrain.DEFAULT_PASSES` unless given; a plain
+    `fn(GraphModule) -> GraphModule` in it is run on the captured graph.  `backend="eager"` runs templates with
+    PyTorch's own kernels: the same bits as eager.
 
     Compiling a compiled model again returns it; with other options it is an error.  Raises ValueError on a model with
     parameters on meta, an unknown device, size, backend or pass; the first call raises CaptureError for a model that
@@ -48,7 +49,7 @@ def compile(
     budget = settings.parse_bytes(memory)
     if backend not in (None, *BACKENDS):
         raise ValueError(f"backend={backend!r}: there is {', '.join(map(repr, BACKENDS))}")
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"megatrain.compile takes a torch.nn.Module, not {type(model).__name__}")
     made = pipeline(DEFAULT if passes is None else passes)
     options = (str(target), budget, backend or BACKENDS[0], tuple(map(str, made)))
@@ -73,7 +74,8 @@ def compile(
 
 
 def schedule(model: nn.Module, kind: str = "train") -> Schedule:
-    """The schedule of `kind` ("train" or "eval") that was last run or prepared.  Raises ValueError where there is none."""
+    """The schedule of `kind` ("train" or "eval") that was last run or prepared.  Raises ValueError where there is
+    none."""
     state = _state(model)
     if kind not in ("train", "eval"):
         raise ValueError(f"kind={kind!r}: use 'train' or 'eval'")
@@ -102,8 +104,10 @@ def _device(device: str | torch.device | None) -> torch.device:
         raise ValueError(f"device={str(device)!r}: megatrain runs on 'cuda' or 'cpu'")
     if target.type == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError("device='cuda': this machine has no CUDA device, or torch was built without CUDA; use 'cpu'")
-        target = torch.device("cuda", torch.cuda.current_device() if target.index is None else target.index)
+            raise ValueError(
+                "device='cuda': this machine has no CUDA device, or torch was built without CUDA; use 'cpu'"
+            )
+        target = torch.device("cuda", target.index if ":" in str(target) else torch.cuda.current_device())
     return target
 
 
@@ -132,7 +136,8 @@ def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *args: A
     moved = fn(probe)
     if moved.device not in (probe.device, state.device):
         raise ValueError(
-            f"this model is compiled for {state.device} and cannot move to {moved.device}: its parameters live on the host"
+            f"this model is compiled for {state.device} and cannot move to {moved.device}: its parameters live on "
+            "the host"
         )
     floats = next((p for p in self.parameters() if p.is_floating_point()), probe)
     if moved.device != probe.device and fn(floats.detach().new_empty(0)).dtype == floats.dtype:

@@ -1,13 +1,13 @@
 """Bodies: the code that a compute op runs, made of a template's graph and autograd (backend "eager").
 
 The forward calls the same kernels in the same grad mode as eager PyTorch does, so that results are equal bit for bit.
-Whatever autograd would save is dropped at once (recompute), or held with the weights taken out (keep): a saved weight is
-packed as its place among the operands and unpacked from whichever slot holds it when the backward runs.
+Whatever autograd would save is dropped at once (recompute), or held with the weights taken out (keep): a saved
+weight is packed as its place among the operands and unpacked from whichever slot holds it when the backward runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -73,8 +73,9 @@ class Body:
             return leaves, self.code(*inputs)
 
     def summed(self) -> list[int]:
-        """Leaves that start from a sum of other layers' gradients: values in `adds`, trained weights of planes in `sums`.
-        They pass through a node of their own, at which autograd adds their uses, last first, to the sum it is given."""
+        """Leaves that start from a sum of other layers' gradients: values in `adds`, trained weights of planes in
+        `sums`. They pass through a node of their own, at which autograd adds their uses, last first, to the sum it
+        is given."""
         if self.spec.forward and not self.spec.keep:
             return []
         count = len(self.needs)
@@ -107,7 +108,7 @@ class Body:
             if g is not None and results[i].requires_grad:
                 outputs.append(results[i])
                 given.append(g)
-        so_far = {i: g for i, g in zip(self.spec.adds, adds, strict=True)} | {count + j: g for j, g in sums.items()}
+        so_far = dict(zip(self.spec.adds, adds, strict=True)) | {count + j: g for j, g in sums.items()}
         for i, g in so_far.items():
             if g is None:
                 continue
@@ -121,7 +122,7 @@ class Body:
         return list(found[: len(self.spec.wants)]), dict(zip(trained, found[len(self.spec.wants) :], strict=True))
 
     @contextmanager
-    def casting(self) -> Iterator[None]:
+    def casting(self) -> Generator[None, None, None]:
         """Autocast as it was around the model's call."""
         with ExitStack() as stack:
             for kind, dtype in self.autocast:
@@ -167,7 +168,7 @@ def _set_state(device: torch.device, state: Tensor) -> None:
 
 
 @contextmanager
-def restarted(device: torch.device, state: Tensor | None) -> Iterator[None]:
+def restarted(device: torch.device, state: Tensor | None) -> Generator[None, None, None]:
     """Inside, the default generator starts from `state`; afterwards it is as it was.  Does nothing without a state."""
     if state is None:
         yield
@@ -178,4 +179,3 @@ def restarted(device: torch.device, state: Tensor | None) -> Iterator[None]:
         yield
     finally:
         _set_state(device, before)
-

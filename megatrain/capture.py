@@ -12,7 +12,7 @@ import inspect
 import linecache
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate
 
 from megatrain import ops
+from megatrain.graphs import evaluated
 from megatrain.opaque import OPERATOR, Opaque, tracing
 from megatrain.program import Input, Program
 from megatrain.structure import Leaf, Structure, flatten, key_name, sanitized, unique
@@ -53,8 +54,8 @@ class Call:
     """The arguments of one call of a model, by parameter name with defaults filled in.
 
     `tensors` maps the path of each tensor among them (`input_ids`, `batch.mask`, `args.0`) to it; `key` is what must be
-    equal for a capture to serve another call, sizes apart (those are the guards'); `foreign` are arguments that are neither
-    tensors nor plain values (a generation cache)."""
+    equal for a capture to serve another call, sizes apart (those are the guards'); `foreign` are arguments that are
+    neither tensors nor plain values (a generation cache)."""
 
     def __init__(self, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]):
         self.bound = signature.bind(*args, **kwargs)
@@ -99,8 +100,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def module_key(model: nn.Module) -> tuple[Any, ...]:
-    """Everything about the module tree that may change what a forward computes, tensors' values apart: classes, training
-    flags, plain attributes (`dropout.p`), hooks, configurations, `requires_grad`, and versions of plain tensors."""
+    """Everything about the module tree that may change what a forward computes, tensors' values apart: classes,
+    training flags, plain attributes (`dropout.p`), hooks, configurations, `requires_grad`, and versions of plain
+    tensors."""
     parts: list[Any] = []
     configs: dict[int, Any] = {}
     for name, module in model.named_modules():
@@ -134,7 +136,7 @@ def bind_sizes(program: Program, tensors: Mapping[str, torch.Tensor]) -> dict[sy
     """The value of each size symbol in this call, or None where a guard fails: another capture is needed."""
     targets = {i.name: i.target for i in program.inputs}
     sizes = {symbol: tensors[targets[name]].shape[dim] for symbol, name, dim in program.symbols}
-    return sizes if all(g.subs(sizes) in (True, sympy.true) for g in program.guards) else None
+    return sizes if all(evaluated(g, sizes) in (True, sympy.true) for g in program.guards) else None
 
 
 def capture(
@@ -149,8 +151,8 @@ def capture(
 
     `device` is the device the graph will run on.  `names` maps the id of each parameter and buffer to its canonical
     dotted name.  Sizes of two or more become symbols where the model allows it; sizes 0 and 1 are taken as they are, so
-    that the branches that eager takes for them are the ones recorded.  With `distinct`, sizes that occur twice in a tensor
-    are told apart first.  Raises CaptureError."""
+    that the branches that eager takes for them are the ones recorded.  With `distinct`, sizes that occur twice in a
+    tensor are told apart first.  Raises CaptureError."""
     home = next((t.device for t in model.state_dict(keep_vars=True).values()), torch.device("cpu"))
     error: Exception | None = None
     for sizes in (_distinct_sizes(call), {}) if distinct else ({},):
@@ -189,12 +191,16 @@ def _export(model: nn.Module, call: Call, sizes: Mapping[tuple[int, int], int], 
     tensors = call.tensors.values()
     shapes = tuple({d: torch.export.Dim.AUTO for d, s in enumerate(t.shape) if s >= 2} for t in tensors)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"The tensor attributes? .*_flat_weights")  # nn.LSTM's second list of its weights
+        warnings.filterwarnings(
+            "ignore", r"The tensor attributes? .*_flat_weights"
+        )  # nn.LSTM's second list of its weights
         return torch.export.export(model, tuple(map(example, tensors)), dynamic_shapes=shapes or None, strict=False)
 
 
 @contextmanager
-def _traced(model: nn.Module, forward: Callable[..., Any], call: Call, structure: Structure) -> Iterator[None]:
+def _traced(
+    model: nn.Module, forward: Callable[..., Any], call: Call, structure: Structure
+) -> Generator[None, None, None]:
     """Inside, the model takes the call's tensors by position, runs `forward` without the root's hooks with them and the
     call's other arguments, and returns its tensors as a flat tuple."""
 
@@ -223,7 +229,8 @@ def _traced(model: nn.Module, forward: Callable[..., Any], call: Call, structure
 
 
 def _explain(model: nn.Module, error: Exception) -> str:
-    """The innermost line of the model's code that the trace passed, the module it belongs to, the reason and the cure."""
+    """The innermost line of the model's code that the trace passed, the module it belongs to, the reason and the
+    cure."""
     paths = {id(m): n for n, m in model.named_modules()}
     where = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
@@ -234,7 +241,9 @@ def _explain(model: nn.Module, error: Exception) -> str:
             if "torch/nn/modules/module.py" in file:
                 continue
             name = paths[id(owner)] or "the model itself"
-            where = f"\n  in {name} ({type(owner).__name__}), {file}:{line}\n    {linecache.getline(file, line).strip()}"
+            where = (
+                f"\n  in {name} ({type(owner).__name__}), {file}:{line}\n    {linecache.getline(file, line).strip()}"
+            )
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return (
         f"cannot capture {type(model).__name__}.forward: {type(error).__name__}: {reason}{where}\n"
@@ -358,12 +367,12 @@ def _attach(
         else:
             owner, _, leaf = target.rpartition(".")
             value = getattr(model.get_submodule(owner), leaf)
-        module = root
+        module: Any = root
         *path, leaf = target.split(".")
         for part in path:
             if part not in module._modules:
                 module.add_module(part, nn.Module())
-            module = module._modules[part]  # type: ignore[assignment]
+            module = module._modules[part]
         if isinstance(value, (nn.Parameter, nn.Module)):
             setattr(module, leaf, value)
         elif leaf not in module._buffers:

@@ -34,8 +34,8 @@ MOST_EXECUTABLES = 64
 
 @dataclass(frozen=True)
 class Stats:
-    """What the last forward or backward did.  Bytes on the device: `planned_peak` by the plan, `device_peak` as measured
-    (on the CPU as counted from slots, values and planned workspaces), `budget` allowed (0: no limit)."""
+    """What the last forward or backward did.  Bytes on the device: `planned_peak` by the plan, `device_peak` as
+    measured (on the CPU as counted from slots, values and planned workspaces), `budget` allowed (0: no limit)."""
 
     planned_peak: int = 0
     device_peak: int = 0
@@ -151,7 +151,7 @@ class Compiled:
         if name not in self.warned:
             self.warned.add(name)
             LOG.warning(
-                "megatrain: argument %s is a %s, which a captured graph cannot take: such calls run eagerly on the host",
+                "megatrain: argument %s is a %s, which a graph cannot take: such calls run eagerly on the host",
                 name, type(value).__name__,
             )  # fmt: skip
         args, kwargs = call.arguments([t.to("cpu") for t in call.tensors.values()])
@@ -265,7 +265,9 @@ class Compiled:
         if form not in made.planned:
             needs = set(made.program.needs)
             if made.program.training:
-                needs |= {i.name for i in made.program.inputs if i.kind == "input" and call.tensors[i.target].requires_grad}
+                needs |= {
+                    i.name for i in made.program.inputs if i.kind == "input" and call.tensors[i.target].requires_grad
+                }
             program = made.program.replace(
                 sizes=MappingProxyType(dict(sizes)), arguments=MappingProxyType(arguments), extra=extra,
                 needs=frozenset(needs), training=made.program.training and bool(needs),
@@ -301,7 +303,14 @@ class Running:
     def __init__(
         self, compiled: Compiled, made: Made, call: Call, sizes: Mapping[sympy.Symbol, int], extra: bool, frame: Frame
     ):
-        self.compiled, self.made, self.call, self.sizes, self.extra, self.frame = compiled, made, call, sizes, extra, frame
+        self.compiled, self.made, self.call, self.sizes, self.extra, self.frame = (
+            compiled,
+            made,
+            call,
+            sizes,
+            extra,
+            frame,
+        )
         program = made.program
         used = {n for names in program.planes.values() for n in names}
         read = {i.target for i in program.inputs if i.kind == "weight"} & used
@@ -360,8 +369,8 @@ class Running:
         if changed or any(t._version != v for t, v in self.outputs):
             what = changed[0] if changed else "a result of the model"
             raise RuntimeError(
-                f"one of the variables needed for gradient computation has been modified by an inplace operation: {what} "
-                "changed between this forward and its backward (a step in between?)\n"
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{what} changed between this forward and its backward (a step in between?)\n"
                 "call backward before the step, or the model again after it"
             )
         if torch.is_grad_enabled():

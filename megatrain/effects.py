@@ -4,7 +4,7 @@ numbers.  Read off the schemas of ATen's operators."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ DROPOUTS = ("aten.dropout", "aten.feature_dropout", "aten.alpha_dropout", "aten.
 RNNS = ("aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu")
 
 
-def operation(node: fx.Node) -> tuple[Callable[..., Any] | str, tuple[Any, ...]]:
+def operation(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     """(operator, positional arguments) of a call, looking through `megatrain.ops`."""
     target, args = node.target, node.args
     while target in (ops.without_grad, ops.under_autocast):
@@ -45,7 +45,7 @@ def writes_into(node: fx.Node) -> list[fx.Node]:
     found += [node.kwargs[s.name] for s in schema if s.alias_info and s.alias_info.is_write and s.name in node.kwargs]
     if family(node) in ("aten.batch_norm", "aten.instance_norm") and args[5]:
         found += [args[3], args[4]]
-    return [a for a in _nodes(found)]
+    return _nodes(found)
 
 
 def may_alias(node: fx.Node) -> list[fx.Node]:
@@ -81,7 +81,7 @@ def draws(node: fx.Node) -> bool:
     if family(node) in DROPOUTS:
         return bool(args[2]) and args[1] != 0
     if family(node) == "aten.scaled_dot_product_attention":
-        return bool((args[4] if len(args) > 4 else node.kwargs.get("dropout_p", 0.0)))
+        return bool(args[4] if len(args) > 4 else node.kwargs.get("dropout_p", 0.0))
     if family(node) in RNNS:
         floats = [a for a in args if isinstance(a, float)]
         return any(floats) and any(a is True for a in args)

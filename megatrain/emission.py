@@ -8,6 +8,7 @@ Prefetches stand just before their use here; the pass `prefetch` moves them up.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatrain.order import place_waits
@@ -63,8 +64,8 @@ def emitted(program: Program) -> tuple[Schedule, dict[str, BodySpec]]:
 
 
 def spilled_values(program: Program) -> dict[str, str]:
-    """Value -> host plane (`layers.3.x`), for what waits on the host between forward and backward: the inputs of layers in
-    `plan.spill` that one layer alone reads, that are contiguous, and that are not the caller's."""
+    """Value -> host plane (`layers.3.x`), for what waits on the host between forward and backward: the inputs of
+    layers in `plan.spill` that one layer alone reads, that are contiguous, and that are not the caller's."""
     if not program.training:
         return {}
     dense = {
@@ -156,7 +157,13 @@ def _random(program: Program, layer: Layer) -> bool:
 
 
 def _body(
-    e: _Emitter, layer: Layer, spec: BodySpec, kind: str, inputs: list[Type], outputs: list[Type], after: list[Type] = []
+    e: _Emitter,
+    layer: Layer,
+    spec: BodySpec,
+    kind: str,
+    inputs: list[Type],
+    outputs: list[Type],
+    after: Sequence[Type] = (),
 ) -> str:
     """The call name of a body, entered in the template's signature when it is new."""
     d = e.program.derivatives[layer.template]
@@ -178,9 +185,7 @@ def _rounded(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
 
-def _backward(
-    e: _Emitter, spilled: dict[str, str]
-) -> tuple[tuple[Op, ...], tuple[Value, ...], tuple[str, ...]]:
+def _backward(e: _Emitter, spilled: dict[str, str]) -> tuple[tuple[Op, ...], tuple[Value, ...], tuple[str, ...]]:
     program = e.program
     given = _given(program)
     active = _active(program, given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import sympy
@@ -26,6 +27,11 @@ def size_of(node: Any) -> sympy.Expr | None:
     if isinstance(value, (bool, int, float)):
         return sympy.sympify(value)
     return None
+
+
+def evaluated(expr: Any, sizes: Mapping[sympy.Symbol, int]) -> Any:
+    """An expression or a guard at these sizes."""
+    return expr.subs(dict(sizes))
 
 
 def text_of(module: fx.GraphModule) -> str:

@@ -1,7 +1,8 @@
 """Tensors made of sizes alone, as functions of their indices.
 
 `evaluate` follows a graph of aranges, comparisons and views and gives, for a boolean mask, the predicate on its indices
-as a sympy expression; `equals_causal` decides whether that is the causal mask.  Exact: what it does not know gives None.
+as a sympy expression; `equals_causal` decides whether that is the causal mask.  Exact: what it does not know gives
+None.
 """
 
 from __future__ import annotations
@@ -121,8 +122,11 @@ def _expand(node: fx.Node, known: Any) -> Indexed:
 
 
 def _slice(node: fx.Node, known: Any) -> Indexed:
-    x, dim, start, end, step = [*_args(node, known), *[0, 0, math.inf, 1][len(operation(node)[1]) - 1 :]][:5]
-    start, end = start or 0, math.inf if end is None else end
+    given: list[Any] = _args(node, known)
+    given += [0, 0, math.inf, 1][len(given) - 1 :]
+    x, dim, _, _, step = given
+    start: Any = given[2] or 0
+    end: Any = math.inf if given[3] is None else given[3]
     size = x.shape[dim]
     whole = not isinstance(end, sympy.Basic) and end >= 2**62
     if step != 1 or not isinstance(start, int) or start < 0 or not (whole or end == size or isinstance(end, int)):
@@ -131,7 +135,9 @@ def _slice(node: fx.Node, known: Any) -> Indexed:
     if not (whole or end == size) and (end < 0 or (isinstance(size, int) and end > size)):
         raise Unknown
     dim = dim % len(x.shape)
-    return Indexed((*x.shape[:dim], length, *x.shape[dim + 1 :]), lambda i: x.at((*i[:dim], i[dim] + start, *i[dim + 1 :])))
+    return Indexed(
+        (*x.shape[:dim], length, *x.shape[dim + 1 :]), lambda i: x.at((*i[:dim], i[dim] + start, *i[dim + 1 :]))
+    )
 
 
 def _view(node: fx.Node, known: Any) -> Indexed:
@@ -168,8 +174,10 @@ def _same(node: fx.Node, known: Any) -> Indexed:
 
 
 def _diff(node: fx.Node, known: Any) -> Indexed:
-    """Of a value that grows by a constant step along the dimension, with one more element put before that continues it."""
-    x, n, dim, before = (*_args(node, known), None)[:4]
+    """Of a value that grows by a constant step along the dimension, with one more element put before that continues
+    it."""
+    given: list[Any] = [*_args(node, known), None]
+    x, n, dim, before = given[:4]
     if n != 1 or not isinstance(before, Indexed):
         raise Unknown
     dim = dim % len(x.shape)
@@ -199,7 +207,8 @@ def _cumsum(node: fx.Node, known: Any) -> Indexed:
 
 def _triangle(upper: bool) -> Callable[..., Indexed]:
     def rule(node: fx.Node, known: Any) -> Indexed:
-        x, diagonal = (*_args(node, known), 0)[:2]
+        given: list[Any] = [*_args(node, known), 0]
+        x, diagonal = given[:2]
 
         def at(i: tuple[Expr, ...]) -> Expr:
             offset = i[-1] - i[-2] - diagonal
@@ -256,12 +265,11 @@ _RULES: dict[str, Callable[..., Indexed]] = {
 
 
 def equals_causal(mask: Indexed) -> tuple[str, tuple[Expr, ...]] | None:
-    """("causal" | "full", conditions on sizes) if the mask lets query i see exactly the keys j <= i, or every key, where
-    the conditions hold; None if it is neither.  Queries and keys are the last two dimensions."""
-    if len(mask.shape) < 2 or sympy.simplify(mask.shape[-1] - mask.shape[-2]) != 0:
-        square = False
-    else:
-        square = True
+    """("causal" | "full", conditions on sizes) if the mask lets query i see exactly the keys j <= i, or every key,
+    where the conditions hold; None if it is neither.  Queries and keys are the last two dimensions."""
+    if len(mask.shape) < 2:
+        return None
+    square = sympy.simplify(mask.shape[-1] - mask.shape[-2]) == 0
     lead = tuple(sympy.Symbol(f"b{k}", integer=True, nonnegative=True) for k in range(len(mask.shape) - 2))
     i, j = sympy.symbols("i j", integer=True, nonnegative=True)
     try:
@@ -290,14 +298,16 @@ def equals_causal(mask: Indexed) -> tuple[str, tuple[Expr, ...]] | None:
     return None if conditions else ("full", ())
 
 
-def _at_most_zero(part: Expr) -> Expr | None:
+def _at_most_zero(part: Any) -> Any:
     """E such that `part` is E <= 0, for integers."""
+    left: Any = getattr(part, "lhs", 0)
+    right: Any = getattr(part, "rhs", 0)
     if isinstance(part, sympy.Le):
-        return part.lhs - part.rhs
+        return left - right
     if isinstance(part, sympy.Lt):
-        return part.lhs - part.rhs + 1
+        return left - right + 1
     if isinstance(part, sympy.Ge):
-        return part.rhs - part.lhs
+        return right - left
     if isinstance(part, sympy.Gt):
-        return part.rhs - part.lhs + 1
+        return right - left + 1
     return None

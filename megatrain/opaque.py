@@ -27,8 +27,8 @@ _children: ContextVar[dict[str, Opaque]] = ContextVar("children")
 class Opaque:
     """A call of `module` with weights, buffers and arguments given as one list of tensors.
 
-    `names` and then `buffer_names` are the dotted names (within the module) of the first tensors; the call may write into
-    the buffers.  Arguments that are no tensors are those of the traced call."""
+    `names` and then `buffer_names` are the dotted names (within the module) of the first tensors; the call may
+    write into the buffers.  Arguments that are no tensors are those of the traced call."""
 
     def __init__(self, path: str, module: nn.Module):
         self.path, self.module = path, module
@@ -102,9 +102,9 @@ def tracing(model: nn.Module) -> Generator[dict[str, Opaque], None, None]:
     """Inside, the outermost children of `model` with forward hooks are opaque; gives them by path."""
     found: dict[str, Opaque] = {}
     for path, module in model.named_modules():
-        if path and (module._forward_hooks or module._forward_pre_hooks):
-            if not any(path.startswith(f"{outer}.") for outer in found):
-                found[path] = Opaque(path, module)
+        hooked = path and (module._forward_hooks or module._forward_pre_hooks)
+        if hooked and not any(path.startswith(f"{outer}.") for outer in found):
+            found[path] = Opaque(path, module)
     own = {path: o.module.__dict__.get("forward") for path, o in found.items()}
     token = _children.set(found)
     with unhooked(model):

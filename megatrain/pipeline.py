@@ -56,7 +56,7 @@ class GraphPass(Pass):
 
         assert program.graph is not None
         module = self.function(copied(program.graph))
-        if not isinstance(module, fx.GraphModule):
+        if not isinstance(module, fx.GraphModule):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"pass {self.name} returned {type(module).__name__}: return a torch.fx.GraphModule")
         module.graph.lint()
         return program.replace(graph=module)
@@ -97,7 +97,9 @@ def parse_pass(text: str) -> Pass:
             options[key.strip()] = literal_eval(value.strip())
     allowed = {f.name for f in fields(made)}
     if wrong := sorted(options.keys() - allowed):
-        raise ValueError(f"pass {match[1]} has no option {', '.join(wrong)}; it has {', '.join(sorted(allowed)) or 'none'}")
+        raise ValueError(
+            f"pass {match[1]} has no option {', '.join(wrong)}; it has {', '.join(sorted(allowed)) or 'none'}"
+        )
     return made(**options)
 
 
@@ -121,7 +123,9 @@ def pipeline(passes: Iterable[Pass | str | Callable[[fx.GraphModule], fx.GraphMo
             )
         stage = p.gives
     if stage != STAGES[-1]:
-        raise ValueError(f"the pipeline ends with a {stage} program; add the missing passes of megatrain.DEFAULT_PASSES")
+        raise ValueError(
+            f"the pipeline ends with a {stage} program; add the missing passes of megatrain.DEFAULT_PASSES"
+        )
     return tuple(made)
 
 

@@ -1,5 +1,5 @@
-"""Which tensors of a module share a host plane, and which of its children are layers.  Read off the module tree alone, so
-that every capture of a model agrees."""
+"""Which tensors of a module share a host plane, and which of its children are layers.  Read off the module tree
+alone, so that every capture of a model agrees."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def holds_parameters(module: nn.Module) -> bool:
 def planes_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Plane name -> canonical dotted names of its parameters and buffers, for the whole model.
 
-    Each layer has a plane of its own (`model.layers.3.w`); what lies outside the layers is grouped by module, as coarsely
-    as an eighth of the model allows, whole subtrees first."""
+    Each layer has a plane of its own (`model.layers.3.w`); what lies outside the layers is grouped by module, as
+    coarsely as an eighth of the model allows, whole subtrees first."""
     layers = set(layer_paths(model))
     total = sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
     planes: dict[str, list[str]] = {}

@@ -104,8 +104,8 @@ class BodySpec:
     Operands are, in order: the kept graph (a backward with `keep`), the template's values, its planes, the generator
     state (a recomputing backward of a random template), the gradients of the results in `grads`, the sums so far of the
     gradients of the values in `adds`, the gradient slots of the planes in `sums` (added into).  Results are: the
-    template's results and then the generator state or the kept graph (forward), or the gradients of the values in `wants`
-    and the gradient slots of the planes in `trains` (backward)."""
+    template's results and then the generator state or the kept graph (forward), or the gradients of the values in
+    `wants` and the gradient slots of the planes in `trains` (backward)."""
 
     template: str
     forward: bool
@@ -119,9 +119,9 @@ class BodySpec:
 
 @dataclass(frozen=True)
 class Plan:
-    """What lives where.  `keep` and `spill` hold layer names: a layer in `keep` keeps its autograd graph from forward to
-    backward, any other is recomputed; the inputs of a layer in `spill` wait on the host.  `slots` is the number of
-    weight slots, `peak` the planned device bytes."""
+    """What lives where.  `keep` and `spill` hold layer names: a layer in `keep` keeps its autograd graph from
+    forward to backward, any other is recomputed; the inputs of a layer in `spill` wait on the host.  `slots` is the
+    number of weight slots, `peak` the planned device bytes."""
 
     slots: int = 2
     keep: frozenset[str] = frozenset()
@@ -172,8 +172,8 @@ class Program:
     """Bytes allowed on the device; 0 means unlimited."""
     derivatives: Mapping[str, Derivative] = field(default_factory=lambda: MappingProxyType({}))
     bodies: Mapping[str, BodySpec] = field(default_factory=lambda: MappingProxyType({}))
-    plan: Plan = Plan()
-    schedule: Schedule = Schedule()
+    plan: Plan = field(default_factory=Plan)
+    schedule: Schedule = field(default_factory=Schedule)
     extra: bool = False
     """Another forward is outstanding: this one may leave nothing but its shared values on the device."""
 

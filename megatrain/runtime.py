@@ -153,8 +153,8 @@ class Runtime:
         return [tickets[wait]]
 
     def claim(self, schedule: Schedule) -> None:
-        """Allocates the schedule's slots, where they are not there yet from the schedule before.  Under a budget there are
-        these slots and no others; without one, slots only grow."""
+        """Allocates the schedule's slots, where they are not there yet from the schedule before.  Under a budget
+        there are these slots and no others; without one, slots only grow."""
         wanted = schedule.slot_bytes
         have = {n: t.numel() for n, t in self.slots.items()}
         if not schedule.budget:
@@ -187,10 +187,7 @@ class Runtime:
 
     def offload(self, op: Op, step: Step, frame: Frame) -> None:
         target = op.writes[0]
-        if target in frame.grads:
-            buffer = frame.grads[target][0]
-        else:
-            buffer = frame.spilled[target]
+        buffer = frame.grads[target][0] if target in frame.grads else frame.spilled[target]
         buffer.flat[: step.size].copy_(self.slots[op.reads[0]][: step.size], non_blocking=True)
 
     def compute(self, op: Op, step: Step, frame: Frame) -> None:
@@ -255,7 +252,8 @@ class Runtime:
             frame.values[name] = result
 
     def metered(self, call: Any, frame: Frame, known: list[Any]) -> Any:
-        """Runs a body; with `measure` on, notes the device bytes in use at its peak (on the CPU, where nobody else does)."""
+        """Runs a body; with `measure` on, notes the device bytes in use at its peak (on the CPU, where nobody else
+        does)."""
         if not self.measure:
             return call()
         with Meter(known) as meter:

@@ -80,7 +80,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class Body:
-    """The signature of a compute op's body: types of operands and results, and the device bytes it needs beside them."""
+    """The signature of a compute op's body: types of operands and results, and the device bytes it needs beside
+    them."""
 
     name: str
     inputs: tuple[Type, ...]

@@ -6,8 +6,10 @@ import os
 import re
 from pathlib import Path
 
-UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+UNITS = {
+    "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
 
 
 def dump_dir() -> Path | None:
@@ -17,10 +19,13 @@ def dump_dir() -> Path | None:
 
 
 def verify_level() -> int:
-    """MEGATRAIN_VERIFY: 0 verifies nothing, 1 (default) each program that a pass returns, 2 also measures every body."""
+    """MEGATRAIN_VERIFY: 0 verifies nothing, 1 (default) each program that a pass returns, 2 also measures every
+    body."""
     value = os.environ.get("MEGATRAIN_VERIFY", "1")
     if value not in ("0", "1", "2"):
-        raise ValueError(f"MEGATRAIN_VERIFY={value}: use 0 (off), 1 (verify after each pass) or 2 (also measure bodies)")
+        raise ValueError(
+            f"MEGATRAIN_VERIFY={value}: use 0 (off), 1 (verify after each pass) or 2 (also measure bodies)"
+        )
     return int(value)
 
 

@@ -1,4 +1,5 @@
-"""A program as text: the graph while it is one graph, templates and layers once it is partitioned, then the schedule."""
+"""A program as text: the graph while it is one graph, templates and layers once it is partitioned, then the
+schedule."""
 
 from __future__ import annotations
 
@@ -61,12 +62,15 @@ def template_lines(program: Program) -> Iterator[str]:
             else:
                 yield f"  {node_line(node)}"
         if d := program.derivatives.get(t.name):
-            yield f"  ; carries a gradient: {sum(d.differentiable)} of {len(d.writes)} results; keeps {show_bytes(d.kept)}"
+            graded = f"{sum(d.differentiable)} of {len(d.writes)}"
+            yield f"  ; carries a gradient: {graded} results; keeps {show_bytes(d.kept)}"
     for layer in program.layers:
         flags = "keep " * (layer.name in program.plan.keep) + "spill" * (layer.name in program.plan.spill)
         sizes = f" sizes {', '.join(map(str, layer.ints))}" if layer.ints else ""
         reads, writes = ", ".join(layer.reads), ", ".join(layer.writes)
-        planes = " + ".join(f"{p} {show_bytes(program.plane_bytes[p])}" for p in layer.planes if p in program.plane_bytes)
+        planes = " + ".join(
+            f"{p} {show_bytes(program.plane_bytes[p])}" for p in layer.planes if p in program.plane_bytes
+        )
         yield f"layer {layer.label} {layer.template}({reads}) -> {writes}  {planes}{sizes} {flags}".rstrip()
 
 

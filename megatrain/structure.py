@@ -14,11 +14,13 @@ import sympy
 import torch
 import torch.utils._pytree as pytree
 
+from megatrain.graphs import evaluated
+
 
 @dataclass(frozen=True)
 class Leaf:
-    """Where a leaf of the result comes from: "result" (value = its index), "input" (name = the argument's path: the very
-    object is returned), "weight" (name = dotted name), "size" (value = an expression), "constant" (value)."""
+    """Where a leaf of the result comes from: "result" (value = its index), "input" (name = the argument's path: the
+    very object is returned), "weight" (name = dotted name), "size" (value = an expression), "constant" (value)."""
 
     kind: str
     name: str = ""
@@ -58,7 +60,7 @@ class Structure:
             elif leaf.kind == "weight":
                 found.append(weights[leaf.name])
             elif leaf.kind == "size":
-                found.append(int(leaf.value.subs(sizes)))
+                found.append(int(evaluated(leaf.value, sizes)))
             else:
                 found.append(leaf.value)
         return self.build(found)
@@ -82,7 +84,9 @@ def _take(value: Any, path: str, leaves: list[Any], paths: list[str]) -> Callabl
     if pytree.tree_is_leaf(value) and not _is_dataclass(value):
         return lambda found: value
     if _is_dataclass(value) and pytree.tree_is_leaf(value):
-        parts = {f.name: _take(getattr(value, f.name), _join(path, f.name), leaves, paths) for f in dataclasses.fields(value)}
+        parts = {
+            f.name: _take(getattr(value, f.name), _join(path, f.name), leaves, paths) for f in dataclasses.fields(value)
+        }
         return lambda found: _filled(value, {k: part(found) for k, part in parts.items()})
     children, spec = pytree.tree_flatten_with_path(value, is_leaf=lambda v: v is not value)
     takes = [_take(child, _join(path, key_name(key[0])), leaves, paths) for key, child in children]

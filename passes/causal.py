@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from megatrain.effects import family, operation
-from megatrain.graphs import copied
+from megatrain.graphs import copied, evaluated
 from megatrain.indexed import Indexed, equals_causal, evaluate
 from megatrain.pipeline import Pass
 from megatrain.program import Program
@@ -24,9 +24,9 @@ class Causal(Pass):
     hides nothing goes.  A repetition of key and value heads that was written out for the mask's sake folds back into
     `enable_gqa`.
 
-    When it is traced, Hugging Face's code builds the mask that its eager code leaves out; the mask costs the flash kernels
-    and other bits.  A sliding window no shorter than the sequence is the causal mask: the sizes for which that holds
-    become a guard of the capture."""
+    When it is traced, Hugging Face's code builds the mask that its eager code leaves out; the mask costs the flash
+    kernels and other bits.  A sliding window no shorter than the sequence is the causal mask: the sizes for which
+    that holds become a guard of the capture."""
 
     name, needs, gives = "causal", "hoisted", "hoisted"
 
@@ -50,7 +50,7 @@ class Causal(Pass):
                 _unexpanded(mask, known)
                 continue
             kind, conditions = verdicts[mask]
-            if not all(c.subs(hints) in (True, sympy.true) for c in conditions):
+            if not all(evaluated(c, hints) in (True, sympy.true) for c in conditions):
                 continue
             guards.extend(conditions)
             _replace(node, kind == "causal")
@@ -60,9 +60,9 @@ class Causal(Pass):
 
 
 def _unexpanded(mask: fx.Node, known: dict[fx.Node, Indexed | None]) -> None:
-    """For a bias that is masked, `contiguous(where(seen, bias, lowest))`: a `seen` that hides nothing goes, one that was
-    expanded over the batch is used as it was before, as eager code does; the sums over the batch in the backward are then
-    the same ones."""
+    """For a bias that is masked, `contiguous(where(seen, bias, lowest))`: a `seen` that hides nothing goes, one
+    that was expanded over the batch is used as it was before, as eager code does; the sums over the batch in the
+    backward are then the same ones."""
     where = operation(mask)[1][0] if family(mask) == "aten.contiguous" else mask
     if family(where) != "aten.where" or any(u is not mask for u in where.users if where is not mask):
         return
@@ -84,7 +84,7 @@ def _argument(node: fx.Node, position: int, name: str) -> Any:
 
 
 def _replace(node: fx.Node, causal: bool) -> None:
-    target, args = operation(node)
+    _, args = operation(node)
     skip = len(node.args) - len(args)
     query, key, value = args[:3]
     kwargs = {k: v for k, v in node.kwargs.items() if k != "attn_mask"}
@@ -141,6 +141,3 @@ def _hints(graph: fx.Graph) -> dict[sympy.Symbol, int]:
             if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
                 found[size.node.expr] = size.node.hint
     return found
-
-
-

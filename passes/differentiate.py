@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain.bodies import Body
+from megatrain.graphs import evaluated
 from megatrain.meter import Meter
 from megatrain.pipeline import Pass
 from megatrain.program import BodySpec, Derivative, Layer, Program, TemplateGraph, type_of
@@ -24,8 +25,8 @@ class Differentiate(Pass):
     """Runs every template once on fake tensors, forward and backward, and writes down the types of what it reads and
     makes, which of that carries a gradient, and the device bytes that the bodies need.
 
-    Bodies are autograd on the template's own graph (backend "eager"), so there is no code to derive here: a template whose
-    layers differ in what needs a gradient becomes one template for each case."""
+    Bodies are autograd on the template's own graph (backend "eager"), so there is no code to derive here: a
+    template whose layers differ in what needs a gradient becomes one template for each case."""
 
     name, needs, gives = "differentiate", "partitioned", "differentiated"
 
@@ -73,7 +74,7 @@ def _arguments(program: Program, mode: FakeTensorMode) -> dict[str, Tensor]:
 
 def _concrete(program: Program, template: TemplateGraph, layer: Layer, variants: int) -> TemplateGraph:
     """The template with this call's sizes written into its code, under a name of its own."""
-    values = iter([int(e.subs(program.sizes)) for e in layer.ints])
+    values = iter([int(evaluated(e, program.sizes)) for e in layer.ints])
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node | int] = {}
     placeholders = template.graph.graph.find_nodes(op="placeholder")

@@ -66,12 +66,13 @@ class Hoist(Pass):
         return [n for n in graph.find_nodes(op="placeholder") if n in found]
 
     def _clone(self, graph: fx.Graph, written: list[fx.Node]) -> list[fx.Node]:
-        """A clone of each written placeholder, made just before its first use, in whose place it stands from there on."""
+        """A clone of each written placeholder, made just before its first use, in whose place it stands from there
+        on."""
         clones: list[fx.Node] = []
         for node in written:
             first = next(n for n in graph.nodes if node in n.all_input_nodes)
             with graph.inserting_before(first):
-                clone = graph.call_function(ATEN.clone.default, (node,), name=f"{node.name}_now")  # type: ignore[call-arg]
+                clone = graph.create_node("call_function", ATEN.clone.default, (node,), name=f"{node.name}_now")
             clone.meta.update(node.meta)
             clone.meta["nn_module_stack"] = first.meta.get("nn_module_stack")
             node.replace_all_uses_with(clone, lambda user, clone=clone: user is not clone)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from torch import fx, ops
 
 from megatrain.effects import draws, roots, runs_hooks, writes_into
-from megatrain.graphs import shape_text, size_of, text_of
+from megatrain.graphs import size_of, text_of
 from megatrain.pipeline import Pass
 from megatrain.program import Layer, Program, TemplateGraph
 from megatrain.structure import unique
@@ -26,8 +27,8 @@ SLOT_NAME = re.compile(r"[wugvsa]\d+|d[A-Za-z_].*|k_\w+")
 @dataclass(frozen=True)
 class Partition(Pass):
     """Children of repeated containers become layers, found by `nn_module_stack`; what comes before, between and after
-    becomes `prologue`, `mid1`, ... and `epilogue`.  A model without such containers is cut at its narrowest places into at
-    most `pieces` pieces of similar weight."""
+    becomes `prologue`, `mid1`, ... and `epilogue`.  A model without such containers is cut at its narrowest places
+    into at most `pieces` pieces of similar weight."""
 
     name, needs, gives = "partition", "hoisted", "partitioned"
     pieces: int = 8
@@ -50,8 +51,9 @@ def _calls(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _by_module(graph: fx.Graph, layer_of: Mapping[str, str]) -> tuple[dict[fx.Node, int], dict[int, str]]:
-    """Segment of each node, and the layer path of each odd segment.  Layers get odd numbers in order of their calls, what
-    lies between them even ones; a node outside the layers comes after all it reads and after the last random draw."""
+    """Segment of each node, and the layer path of each odd segment.  Layers get odd numbers in order of their
+    calls, what lies between them even ones; a node outside the layers comes after all it reads and after the last
+    random draw."""
     segment: dict[fx.Node, int] = {}
     latest: dict[str, int] = {}
     owner: dict[int, str] = {}
@@ -59,7 +61,7 @@ def _by_module(graph: fx.Graph, layer_of: Mapping[str, str]) -> tuple[dict[fx.No
     last_draw = 0
     for node in _calls(graph):
         need = max((segment.get(a, 0) for a in node.all_input_nodes), default=0)
-        if node.target is _getitem:
+        if node.target is operator.getitem:
             segment[node] = need
             continue
         key = _layer_call(node, layer_of)
@@ -80,12 +82,9 @@ def _by_module(graph: fx.Graph, layer_of: Mapping[str, str]) -> tuple[dict[fx.No
     return segment, owner
 
 
-_getitem = __import__("operator").getitem
-
-
 def _layer_call(node: fx.Node, layer_of: Mapping[str, str]) -> tuple[str, str] | None:
-    """(which call of a module, its path) for the call of a layer or of what belongs to one, or None outside the layers.  A
-    module called twice is two layers."""
+    """(which call of a module, its path) for the call of a layer or of what belongs to one, or None outside the
+    layers.  A module called twice is two layers."""
     for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
         plain = re.sub(r"@\d+", "", re.sub(r"^L\['self'\]\.?", "", path))
         if plain in layer_of:
@@ -97,7 +96,7 @@ def _sink(graph: fx.Graph, segment: dict[fx.Node, int]) -> None:
     """Moves what only a later stretch between layers needs (shifted labels, say) to where it is needed."""
     written = {a for n in graph.nodes for a in writes_into(n)}
     for node in reversed(_calls(graph)):
-        if segment[node] % 2 or draws(node) or writes_into(node) or node in written or node.target is _getitem:
+        if segment[node] % 2 or draws(node) or writes_into(node) or node in written or node.target is operator.getitem:
             continue
         users = [segment[u] for u in node.users if u in segment]
         if len(users) == len(node.users) and users and min(users) % 2 == 0:
@@ -105,8 +104,8 @@ def _sink(graph: fx.Graph, segment: dict[fx.Node, int]) -> None:
 
 
 def _by_width(graph: fx.Graph, pieces: int) -> dict[fx.Node, int]:
-    """Cuts the calls, in order, where few bytes cross, into stretches of similar weight bytes: the cheapest path through
-    the candidate cuts, by Dijkstra."""
+    """Cuts the calls, in order, where few bytes cross, into stretches of similar weight bytes: the cheapest path
+    through the candidate cuts, by Dijkstra."""
     calls = _calls(graph)
     index = {n: i for i, n in enumerate(calls)}
     weights = [n for n in graph.find_nodes(op="placeholder") if n.users]
@@ -125,7 +124,7 @@ def _by_width(graph: fx.Graph, pieces: int) -> dict[fx.Node, int]:
     for w in weight:
         before.append(before[-1] + w)
     target = max(total / pieces, max(weight))
-    ends = [0, *(i for i in range(1, len(calls)) if calls[i].target is not _getitem and weight[i]), len(calls)]
+    ends = [0, *(i for i in range(1, len(calls)) if calls[i].target is not operator.getitem and weight[i]), len(calls)]
     chain = nx.DiGraph()
     for a in range(len(ends)):
         for b in range(a + 1, len(ends)):
@@ -143,13 +142,14 @@ def _bytes(node: fx.Node) -> int:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return 0
-    sizes = [s if isinstance(s, int) else (s.node.hint or 64) for s in value.shape]
+    sizes = [s.node.hint or 64 if isinstance(s, torch.SymInt) else s for s in value.shape]
     return int(sympy.prod(sizes)) * value.element_size()
 
 
 def _untangled(graph: fx.Graph, segment: dict[fx.Node, int]) -> dict[fx.Node, int]:
-    """Segments numbered from 0 without gaps, such that every node reads only its own and earlier segments and nothing is
-    written across a border: offending ranges become one segment, a written value that nobody else reads is cloned."""
+    """Segments numbered from 0 without gaps, such that every node reads only its own and earlier segments and
+    nothing is written across a border: offending ranges become one segment, a written value that nobody else reads
+    is cloned."""
     calls = _calls(graph)
     joined = {s: s for s in segment.values()}
 
@@ -178,14 +178,17 @@ def _untangled(graph: fx.Graph, segment: dict[fx.Node, int]) -> dict[fx.Node, in
             if later or joined[segment[written]] == here:
                 join(min(joined[segment[r]] for r in far), here)
                 continue
-            first = min((u for u in written.users if u in segment and joined[segment[u]] == here), key=place.__getitem__)
+            first = min(
+                (u for u in written.users if u in segment and joined[segment[u]] == here), key=place.__getitem__
+            )
             with graph.inserting_before(first):
                 clone = graph.call_function(ATEN.clone.default, (written,))
             clone.meta.update(written.meta)
             segment[clone], place[clone] = segment[node], place[first]
             made_of[clone] = frozenset([clone])
             written.replace_all_uses_with(
-                clone, lambda u, clone=clone, start=place[first]: u is not clone and (u not in place or place[u] >= start)
+                clone,
+                lambda u, clone=clone, start=place[first]: u is not clone and (u not in place or place[u] >= start),
             )
             return _untangled(graph, {n: joined[s] for n, s in segment.items()})
     order = {s: i for i, s in enumerate(sorted(set(joined.values())))}
@@ -267,7 +270,11 @@ def _extracted(
 
     for n in nodes:
         env[n] = code.create_node(
-            n.op, n.target, fx.map_arg(n.args, load), fx.map_arg(n.kwargs, load), name=n.name  # type: ignore[arg-type]
+            n.op,
+            n.target,
+            fx.map_arg(n.args, load),
+            fx.map_arg(n.kwargs, load),
+            name=n.name,  # type: ignore[arg-type]
         )
         env[n].meta["val"] = n.meta.get("val")
     shared = [n for n in nodes if n in results or any(segment.get(u, segment[n]) != segment[n] for u in n.users)]
@@ -329,8 +336,8 @@ def _template_name(path: str, label: str, taken: dict[str, int]) -> str:
 def _value_names(
     graph: fx.Graph, segment: dict[fx.Node, int], results: list[fx.Node], program: Program, paths: list[tuple[str, str]]
 ) -> dict[fx.Node, str]:
-    """A name for each value that crosses a border: arguments and results by their own names, the value that goes from one
-    layer to the next `x` and the reader's number, anything else by its node's name."""
+    """A name for each value that crosses a border: arguments and results by their own names, the value that goes
+    from one layer to the next `x` and the reader's number, anything else by its node's name."""
     names: dict[fx.Node, str] = {}
     taken: list[str] = []
 

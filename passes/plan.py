@@ -20,12 +20,12 @@ class BudgetError(ValueError):
 
 @dataclass(frozen=True)
 class Plan(Pass):
-    """The paper's plan: weights stream through `slots` slots, layers are recomputed from their inputs, and as many layers'
-    inputs as the budget asks for wait on the host, the first layers' first, since theirs wait longest.  A layer that runs
-    hooks of the user's keeps its graph: recomputing would run them twice.
+    """The paper's plan: weights stream through `slots` slots, layers are recomputed from their inputs, and as many
+    layers' inputs as the budget asks for wait on the host, the first layers' first, since theirs wait longest.  A
+    layer that runs hooks of the user's keeps its graph: recomputing would run them twice.
 
-    With `activations="keep"` the last layers keep their autograd graphs instead, as many as fit.  Where another forward is
-    outstanding, every layer's inputs go to the host.  Raises BudgetError."""
+    With `activations="keep"` the last layers keep their autograd graphs instead, as many as fit.  Where another
+    forward is outstanding, every layer's inputs go to the host.  Raises BudgetError."""
 
     name, needs, gives = "plan", "differentiated", "planned"
     slots: int = 2
