@@ -124,7 +124,7 @@ def _expand(node: fx.Node, known: Any) -> Indexed:
 def _slice(node: fx.Node, known: Any) -> Indexed:
     given: list[Any] = _args(node, known)
     given += [0, 0, math.inf, 1][len(given) - 1 :]
-    x, dim, _, _, step = given
+    x, dim, step = given[0], given[1], given[4]
     start: Any = given[2] or 0
     end: Any = math.inf if given[3] is None else given[3]
     size = x.shape[dim]

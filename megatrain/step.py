@@ -1,0 +1,148 @@
+"""One call of a compiled model, as it runs and as autograd sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import sympy
+import torch
+from torch import Tensor, nn
+
+from megatrain.capture import Call
+from megatrain.runtime import Frame
+
+if TYPE_CHECKING:
+    from megatrain.compiled import Compiled, Made
+
+
+class Running:
+    """One call of the model: its forward half now, its backward half when autograd asks for it."""
+
+    def __init__(
+        self, compiled: Compiled, made: Made, call: Call, sizes: Mapping[sympy.Symbol, int], extra: bool, frame: Frame
+    ):
+        self.compiled, self.made, self.call, self.sizes, self.extra, self.frame = (
+            compiled,
+            made,
+            call,
+            sizes,
+            extra,
+            frame,
+        )
+        program = made.program
+        used = {n for names in program.planes.values() for n in names}
+        read = {i.target for i in program.inputs if i.kind == "weight"} & used
+        self.parameters = {
+            n: t for n, t in compiled.tensors.items() if n in read and t.requires_grad and isinstance(t, nn.Parameter)
+        }
+        inputs = [i for i in program.inputs if i.kind == "input"]
+        self.inputs = {i.name: i.target for i in inputs if call.tensors[i.target].requires_grad}
+        self.versions = {n: compiled.tensors[n]._version for n in read if n in compiled.tensors}
+        self.outputs: list[tuple[Tensor, int]] = []
+
+    def forward(self) -> tuple[Tensor, ...]:
+        c, program, frame = self.compiled, self.made.program, self.frame
+        for i in program.inputs:
+            if i.kind == "input":
+                t = self.call.tensors[i.target].detach()
+                frame.values[i.name] = t.clone() if t.device == c.device else t.to(c.device)
+            elif i.kind == "state":
+                frame.values[i.name] = c.tensors[i.target].detach().to(c.device, copy=True)
+        s = frame.executable.schedule
+        c.schedules["train" if s.backward else "eval"] = s
+        try:
+            c.runtime.run("forward", frame)
+        except BaseException:
+            frame.values.clear()
+            raise
+        values = [frame.values[n] for n in s.outputs]
+        own = len(values) - len(program.writes_back)
+        targets = {i.name: i for i in program.inputs}
+        with torch.no_grad():
+            for name, new in zip(program.writes_back, values[own:], strict=True):
+                target = targets[name]
+                old = c.tensors[target.target] if target.kind == "state" else self.call.tensors[target.target]
+                old.copy_(new)
+        results = [v.detach() for v in values[:own]]
+        later = {n for op in s.backward for n in op.reads}
+        for n in s.outputs:
+            if n not in later:
+                frame.values.pop(n, None)
+        self.outputs = [(frame.values[n], frame.values[n]._version) for n in s.outputs[:own] if n in frame.values]
+        return tuple(results)
+
+    def differentiable(self) -> list[bool]:
+        given = {v.name.removesuffix("_given") for v in self.frame.executable.schedule.grads}
+        own = len(self.frame.executable.schedule.outputs) - len(self.made.program.writes_back)
+        return [f"d{n}" in given for n in self.frame.executable.schedule.outputs[:own]]
+
+    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        c, frame = self.compiled, self.frame
+        if not frame.values and not frame.spilled:
+            raise RuntimeError(
+                "backward through the same forward a second time: its values are gone\n"
+                "call the model again, or add the losses up and call backward once"
+            )
+        changed = [n for n, v in self.versions.items() if c.tensors[n]._version != v]
+        if changed or any(t._version != v for t, v in self.outputs):
+            what = changed[0] if changed else "a result of the model"
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{what} changed between this forward and its backward (a step in between?)\n"
+                "call backward before the step, or the model again after it"
+            )
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "double backward (create_graph=True) through a compiled model is not supported\n"
+                "compute this gradient with an eager copy: copy.deepcopy(model)"
+            )
+        flags = tuple(g is not None for g in grads)
+        executable = c.executable(self.made, self.call, self.sizes, self.extra, flags)
+        if all(f or not d for f, d in zip(flags, self.differentiable(), strict=True)):
+            executable = frame.executable
+        frame.executable = executable
+        c.schedules["train"] = executable.schedule
+        s = executable.schedule
+        for v in s.grads:
+            output = v.name[1:].removesuffix("_given")
+            g = grads[s.outputs.index(output)]
+            assert g is not None
+            frame.values[v.name] = g.detach().to(c.device)
+        for op in s.backward:
+            for target in op.writes:
+                if target.endswith(".dw"):
+                    layout = executable.grad_layouts[f"{target.removesuffix('.dw')}.w"]
+                    frame.grads[target] = c.runtime.gradients.take(target, layout)
+        try:
+            c.runtime.run("backward", frame)
+            inputs = {n[1:]: frame.values.get(n) for n in s.input_grads}
+            by_name: dict[str, Tensor] = {}
+            for target, (_, tensors) in frame.grads.items():
+                entries = executable.grad_layouts[f"{target.removesuffix('.dw')}.w"].entries
+                by_name |= {e.name: t for e, t in zip(entries, tensors, strict=True) if e.name in frame.defined}
+        finally:
+            frame.values.clear()
+            frame.spilled.clear()
+            frame.grads.clear()
+        out: list[Tensor | None] = [by_name.pop(n, None) for n in self.parameters]
+        for name, target in self.inputs.items():
+            g = inputs.get(name)
+            out.append(None if g is None else g.detach().to(self.call.tensors[target].device))
+        return out
+
+
+class Step(torch.autograd.Function):
+    """A call of a compiled model as autograd sees it: its parameters and inputs in, its results out."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Running, *tensors: Tensor) -> tuple[Tensor, ...]:
+        results = step.forward()
+        ctx.step = step
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(r for r, d in zip(results, step.differentiable(), strict=True) if not d))
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return (None, *ctx.step.backward(grads))
