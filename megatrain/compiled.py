@@ -6,7 +6,6 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import sympy
@@ -19,14 +18,23 @@ from megatrain.bodies import Body
 from megatrain.capture import Call, Capture, CaptureError, bind_sizes, capture, mode_key, module_key
 from megatrain.lanes import Lanes
 from megatrain.liveness import peak
-from megatrain.observe import Dump, Verify
-from megatrain.pipeline import Observer, Pass, run, split
+from megatrain.offline import (
+    arguments_of,
+    broken_guard,
+    described,
+    grad_layout,
+    layout,
+    observers_of,
+    sized,
+    tensors_of,
+)
+from megatrain.pipeline import Pass, run, split
 from megatrain.planes import layer_of, planes_of
 from megatrain.program import Program
 from megatrain.runtime import Executable, Runtime
 from megatrain.schedule import Schedule
 from megatrain.step import Running, Step
-from megatrain.store import HostBuffer, Layout, adopt, layout_of
+from megatrain.store import HostBuffer, adopt
 
 LOG = logging.getLogger("megatrain")
 MOST_CAPTURES = 8
@@ -94,14 +102,10 @@ class Compiled:
                     f"the host\nmove it back with model.to('cpu'), or leave the moving to megatrain"
                 )
         self.planes = planes_of(model)
-        self.layers = MappingProxyType(layer_of(model))
+        self.layers = layer_of(model)
         self.runtime.store = adopt(model, self.planes, self.runtime.pin, self.runtime.store)
-        self.names: dict[int, str] = {}
-        for n, t in [*model.named_parameters(), *model.named_buffers()]:
-            self.names.setdefault(id(t), n)
-        self.tensors: dict[str, Tensor] = dict([*model.named_parameters(), *model.named_buffers()])
+        self.tensors, self.names = tensors_of(model)
         self.captures.clear()
-        self.constants: dict[str, HostBuffer] = {}
 
     # -- one call ---------------------------------------------------------------------------------------------------
 
@@ -187,7 +191,7 @@ class Compiled:
             made = self.capture(model, call, distinct=False)
             sizes = bind_sizes(made.program, call.tensors)
         if sizes is None:
-            failed = next(g for g in made.program.guards if not _holds(g, made.program, call.tensors))
+            failed = broken_guard(made.program, call)
             raise CaptureError(f"the captured graph does not hold for its own sizes ({failed}): give other sizes")
         self.captures.setdefault(key, []).append(made)
         made.sizes[shapes] = sizes
@@ -203,80 +207,43 @@ class Compiled:
 
     def capture(self, model: nn.Module, call: Call, distinct: bool = True) -> Made:
         found = capture(model, self.forward, call, self.device, self.names, distinct)
-        program = found.program
-        weights = {n: (tuple(t.shape), t.stride(), t.dtype) for n, t in self.tensors.items()}
-        for name, t in found.constants.items():
-            weights[name] = (tuple(t.shape), t.contiguous().stride(), t.dtype)
+        constants = {name: t.contiguous() for name, t in found.constants.items()}
+        tensors = self.tensors | constants
         planes = dict(self.planes)
-        layouts = dict(self.runtime.store.layouts)
-        if found.constants:
-            plane = f"constants{sum(map(len, self.captures.values()))}.w"
-            planes[plane] = tuple(found.constants)
-            layouts[plane] = layout_of([(n, *weights[n][::-2]) for n in found.constants])  # type: ignore[misc]
-            buffer = HostBuffer(layouts[plane].bytes, self.runtime.pin)
-            for place, t in zip(buffer.tensors(layouts[plane]), found.constants.values(), strict=True):
-                place.copy_(t)
-            self.runtime.store.planes[plane] = buffer
-            self.runtime.store.layouts[plane] = layouts[plane]
-        needs = {n for n, t in self.tensors.items() if t.requires_grad}
-        grads = {p: self.grad_layout(names) for p, names in planes.items()}
-        program = program.replace(
-            planes=MappingProxyType(planes),
-            layer_of=self.layers,
-            plane_bytes=MappingProxyType({p: x.bytes for p, x in layouts.items()}),
-            grad_bytes=MappingProxyType({p: x.bytes for p, x in grads.items()}),
-            weights=MappingProxyType(weights),
-            needs=frozenset(needs) if program.training else frozenset(),
-            budget=self.budget,
-            autocast=tuple((k, torch.get_autocast_dtype(k)) for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)),
-        )
-        observers = self.observers(program)
-        return Made(found, run(program, self.first, observers))
+        if constants:
+            plane = f"constants{sum(map(len, self.captures.values())) or ''}.w"
+            planes[plane] = tuple(constants)
+            self.hold(plane, constants)
+        program = described(found.program, tensors, planes, self.layers, self.budget)
+        self.observing = observers_of(program)
+        return Made(found, run(program, self.first, self.observing))
 
-    def grad_layout(self, names: Sequence[str]) -> Layout:
-        """The layout of the gradients of those tensors that require one."""
-        found = [(n, t) for n in names if (t := self.tensors.get(n)) is not None and t.requires_grad]
-        return layout_of((n, t.dtype, t.shape, t.stride()) for n, t in found)
-
-    def observers(self, program: Program) -> list[Observer]:
-        found: list[Observer] = [Verify()] if settings.verify_level() else []
-        if folder := settings.dump_dir():
-            self.dump = Dump(folder, program)
-            found.append(self.dump)
-        return found
+    def hold(self, plane: str, constants: Mapping[str, Tensor]) -> None:
+        """Gives the constants of a capture a plane of their own."""
+        store = self.runtime.store
+        store.layouts[plane] = layout(constants, constants)
+        store.planes[plane] = HostBuffer(store.layouts[plane].bytes, self.runtime.pin)
+        for place, t in zip(store.planes[plane].tensors(store.layouts[plane]), constants.values(), strict=True):
+            place.copy_(t)
 
     def executable(
         self, made: Made, call: Call, sizes: Mapping[sympy.Symbol, int], extra: bool, wanted: tuple[bool, ...]
     ) -> Executable:
-        """The schedule for these sizes, ready to run; made when it is first needed."""
-        arguments = {
-            i.name: (tuple(t.shape), t.stride(), t.dtype)
-            for i in made.program.inputs
-            if i.kind == "input"
-            for t in [call.tensors[i.target]]
-        }
-        form = (tuple(arguments.items()), tuple(t.requires_grad for t in call.tensors.values()), extra)
+        """The schedule for these sizes, ready to run; made when it is first needed.  A backward that is given other
+        gradients than every one that could be (`wanted`) is emitted from the same plan."""
+        shapes = tuple(arguments_of(made.program, call).items())
+        form = (shapes, tuple(t.requires_grad for t in call.tensors.values()), extra)
         if (form, wanted) in made.executables:
             return made.executables[form, wanted]
-        observers: list[Observer] = [Verify()] if settings.verify_level() else []
-        if settings.dump_dir() and hasattr(self, "dump"):
-            observers.append(self.dump)
-        before = [p for p in self.rest if p.needs != "planned" and p.needs != "scheduled"]
+        before = [p for p in self.rest if p.needs not in ("planned", "scheduled")]
         after = self.rest[len(before) :]
         if form not in made.planned:
-            needs = set(made.program.needs)
-            if made.program.training:
-                needs |= {
-                    i.name for i in made.program.inputs if i.kind == "input" and call.tensors[i.target].requires_grad
-                }
-            program = made.program.replace(
-                sizes=MappingProxyType(dict(sizes)), arguments=MappingProxyType(arguments), extra=extra,
-                needs=frozenset(needs), training=made.program.training and bool(needs),
-            )  # fmt: skip
-            made.planned[form] = run(program, before, observers)
-        program = run(made.planned[form].replace(wanted=wanted), after, observers)
+            made.planned[form] = run(sized(made.program, call, sizes, extra), before, self.observing)
+        program = run(made.planned[form].replace(wanted=wanted), after, self.observing)
         if len(made.executables) >= MOST_EXECUTABLES:
-            made.executables.pop(next(iter(made.executables)))
+            oldest = next(iter(made.executables))
+            del made.executables[oldest]
+            made.planned.pop(oldest[0], None)
         made.executables[form, wanted] = self.prepared(program)
         return made.executables[form, wanted]
 
@@ -294,16 +261,12 @@ class Compiled:
             bodies=bodies,
             weights={t.name: t.weights for t in program.templates},
             layouts=dict(self.runtime.store.layouts),
-            grad_layouts={p: self.grad_layout(names) for p, names in program.planes.items()},
+            grad_layouts={p: grad_layout(names, self.tensors) for p, names in program.planes.items()},
         )
 
 
 def _nothing() -> None:
     return None
-
-
-def _holds(guard: sympy.Basic, program: Program, tensors: Mapping[str, Tensor]) -> bool:
-    return bind_sizes(program.replace(guards=(guard,)), tensors) is not None
 
 
 def _difference(key: Any, shapes: Any, captures: Mapping[Any, list[Made]]) -> str:

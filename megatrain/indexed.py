@@ -124,16 +124,14 @@ def _expand(node: fx.Node, known: Any) -> Indexed:
 def _slice(node: fx.Node, known: Any) -> Indexed:
     given: list[Any] = _args(node, known)
     given += [0, 0, math.inf, 1][len(given) - 1 :]
-    x, dim, step = given[0], given[1], given[4]
-    start: Any = given[2] or 0
-    end: Any = math.inf if given[3] is None else given[3]
-    size = x.shape[dim]
-    whole = not isinstance(end, sympy.Basic) and end >= 2**62
-    if step != 1 or not isinstance(start, int) or start < 0 or not (whole or end == size or isinstance(end, int)):
+    x, dim, start, end, step = given
+    size, start = x.shape[dim], start or 0
+    to_end = end is None or end == size or (not isinstance(end, sympy.Basic) and end >= 2**62)
+    if step != 1 or not isinstance(start, int) or start < 0:
         raise Unknown
-    length = size - start if whole or end == size else end - start
-    if not (whole or end == size) and (end < 0 or (isinstance(size, int) and end > size)):
+    if not to_end and not (isinstance(end, int) and 0 <= end and (not isinstance(size, int) or end <= size)):
         raise Unknown
+    length: Expr = size - start if to_end else end - start
     dim = dim % len(x.shape)
     return Indexed(
         (*x.shape[:dim], length, *x.shape[dim + 1 :]), lambda i: x.at((*i[:dim], i[dim] + start, *i[dim + 1 :]))

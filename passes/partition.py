@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,8 @@ class Partition(Pass):
         graph = fx.Graph()
         result = graph.graph_copy(program.graph.graph, {})
         graph.output(result)
-        segment, owner = _by_module(graph, program.layer_of)
+        weights = {i.name for i in program.inputs if i.kind == "weight"}
+        segment, owner = _by_module(graph, program.layer_of, weights)
         if not owner:
             segment = _by_width(graph, self.pieces)
         segment = _untangled(graph, segment)
@@ -50,7 +51,9 @@ def _calls(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.op not in ("placeholder", "output") and size_of(n) is None]
 
 
-def _by_module(graph: fx.Graph, layer_of: Mapping[str, str]) -> tuple[dict[fx.Node, int], dict[int, str]]:
+def _by_module(
+    graph: fx.Graph, layer_of: Mapping[str, str], weights: Container[str]
+) -> tuple[dict[fx.Node, int], dict[int, str]]:
     """Segment of each node, and the layer path of each odd segment.  Layers get odd numbers in order of their
     calls, what lies between them even ones; a node outside the layers comes after all it reads and after the last
     random draw."""
@@ -79,6 +82,7 @@ def _by_module(graph: fx.Graph, layer_of: Mapping[str, str]) -> tuple[dict[fx.No
             last_draw = max(last_draw, segment[node])
     if owner:
         _sink(graph, segment)
+        _absorb(segment, weights, max(owner))
     return segment, owner
 
 
@@ -101,6 +105,14 @@ def _sink(graph: fx.Graph, segment: dict[fx.Node, int]) -> None:
         users = [segment[u] for u in node.users if u in segment]
         if len(users) == len(node.users) and users and min(users) % 2 == 0:
             segment[node] = max(segment[node], min(users))
+
+
+def _absorb(segment: dict[fx.Node, int], weights: Container[str], last: int) -> None:
+    """Joins a stretch between two layers that has no weights (an activation, a reshape) to the layer before it."""
+    own = {segment[n] for n in segment if any(a.name in weights for a in n.all_input_nodes)}
+    for node, k in segment.items():
+        if 0 < k < last and k % 2 == 0 and k not in own:
+            segment[node] = k - 1
 
 
 def _by_width(graph: fx.Graph, pieces: int) -> dict[fx.Node, int]:
