@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from megatrain.order import place_waits
 from megatrain.program import DTYPES, BodySpec, Layer, Program
@@ -65,7 +66,7 @@ def emitted(program: Program) -> tuple[Schedule, dict[str, BodySpec]]:
 
 def spilled_values(program: Program) -> dict[str, str]:
     """Value -> host plane (`layers.3.x`), for what waits on the host between forward and backward: the inputs of
-    layers in `plan.spill` that one layer alone reads, that are contiguous, and that are not the caller's."""
+    layers in `plan.spill` that the layer before makes and no other reads, that are contiguous and not the caller's."""
     if not program.training:
         return {}
     dense = {
@@ -75,10 +76,11 @@ def spilled_values(program: Program) -> dict[str, str]:
     }
     readers = Counter(n for layer in program.layers for n in layer.reads)
     found: dict[str, str] = {}
-    for layer in program.layers:
+    for before, layer in pairwise(program.layers):
         if layer.name not in program.plan.spill or layer.name in program.plan.keep:
             continue
-        values = [n for n in layer.reads if dense.get(n) and readers[n] == 1 and n not in program.outputs]
+        near = [n for n in layer.reads if n in before.writes]  # others' slots would be written again before this reads
+        values = [n for n in near if dense.get(n) and readers[n] == 1 and n not in program.outputs]
         for j, n in enumerate(values):
             found[n] = f"{layer.name}.x{j or ''}" if "." in layer.name else f"layers.{layer.name}.x{j or ''}"
     return found

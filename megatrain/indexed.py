@@ -131,7 +131,7 @@ def _slice(node: fx.Node, known: Any) -> Indexed:
         raise Unknown
     if not to_end and not (isinstance(end, int) and 0 <= end and (not isinstance(size, int) or end <= size)):
         raise Unknown
-    length: Expr = size - start if to_end else end - start
+    length: Expr = (size if to_end else end) - start  # pyright: ignore[reportOptionalOperand, reportOperatorIssue]
     dim = dim % len(x.shape)
     return Indexed(
         (*x.shape[:dim], length, *x.shape[dim + 1 :]), lambda i: x.at((*i[:dim], i[dim] + start, *i[dim + 1 :]))

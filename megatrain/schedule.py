@@ -123,6 +123,11 @@ class Schedule:
     budget: int = 0
     """Bytes allowed on the device; 0 says that none was set."""
 
+    def __str__(self) -> str:
+        from megatrain.text import show_schedule
+
+        return show_schedule(self)
+
     def replace(self, **changes: object) -> Schedule:
         return replace(self, **changes)  # type: ignore[arg-type]
 

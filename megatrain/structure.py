@@ -1,5 +1,5 @@
 """What a model's forward returns, taken apart into tensors and put together again: tuples, lists, dicts, named tuples,
-dataclasses, registered pytrees (Hugging Face outputs among them), and plain values between them."""
+dataclasses, registered pytrees (Hugging Face outputs among them), other objects, and plain values between them."""
 
 from __future__ import annotations
 
@@ -81,24 +81,37 @@ def _take(value: Any, path: str, leaves: list[Any], paths: list[str]) -> Callabl
         leaves.append(value)
         paths.append(path)
         return lambda found: found[index]
-    if pytree.tree_is_leaf(value) and not _is_dataclass(value):
-        return lambda found: value
-    if _is_dataclass(value) and pytree.tree_is_leaf(value):
-        parts = {
-            f.name: _take(getattr(value, f.name), _join(path, f.name), leaves, paths) for f in dataclasses.fields(value)
-        }
+    if pytree.tree_is_leaf(value):
+        if not _holds_tensor(value, set()):
+            return lambda found: value
+        fields = _fields(value)
+        parts = {name: _take(part, _join(path, name), leaves, paths) for name, part in fields.items()}
         return lambda found: _filled(value, {k: part(found) for k, part in parts.items()})
     children, spec = pytree.tree_flatten_with_path(value, is_leaf=lambda v: v is not value)
     takes = [_take(child, _join(path, key_name(key[0])), leaves, paths) for key, child in children]
     return lambda found: pytree.tree_unflatten([take(found) for take in takes], spec)
 
 
-def _is_dataclass(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+def _fields(value: Any) -> dict[str, Any]:
+    """The attributes of an object that is no registered pytree: a dataclass's fields, or what its __dict__ holds."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    return dict(getattr(value, "__dict__", {}))
+
+
+def _holds_tensor(value: Any, seen: set[int]) -> bool:
+    """Whether a tensor or a size is to be found in the attributes of an object, or in theirs."""
+    if id(value) in seen or isinstance(value, (type, torch.nn.Module)):
+        return False
+    seen.add(id(value))
+    for part in pytree.tree_leaves(list(_fields(value).values())):
+        if isinstance(part, (torch.Tensor, torch.SymInt)) or _holds_tensor(part, seen):
+            return True
+    return False
 
 
 def _filled(value: Any, fields: Mapping[str, Any]) -> Any:
-    """A copy of the dataclass `value` with other fields, made without calling its __init__."""
+    """A copy of the object `value` with other attributes, made without calling its __init__."""
     made = copy.copy(value)
     for name, field in fields.items():
         object.__setattr__(made, name, field)

@@ -142,10 +142,10 @@ def _by_width(graph: fx.Graph, pieces: int) -> dict[fx.Node, int]:
         for b in range(a + 1, len(ends)):
             i, j = ends[a], ends[b]
             held = before[j] - before[i]
-            if held <= 1.5 * target or b == a + 1:
-                chain.add_edge(i, j, weight=(held / target - 1) ** 2 + crossing[j] / (1 + max(crossing)))
-            else:
+            if held > 2 * target and b > a + 1:
                 break
+            excess = max(0.0, held / target - 1)
+            chain.add_edge(i, j, weight=1 + 20 * excess + crossing[j] / (1 + max(crossing)))
     path: list[int] = nx.dijkstra_path(chain, 0, len(calls))
     return {n: sum(i >= cut for cut in path[1:-1]) for n, i in index.items()}
 

@@ -13,9 +13,11 @@ from megatrain.program import Program
 
 
 class BudgetError(ValueError):
-    """The device budget cannot be met; says the smallest that can, and holds it, in bytes."""
+    """The device budget cannot be met; `smallest` is the least that can, in bytes."""
 
-    smallest = 0
+    def __init__(self, message: str, smallest: int):
+        super().__init__(message)
+        self.smallest = smallest
 
 
 @dataclass(frozen=True)
@@ -60,20 +62,20 @@ class Plan(Pass):
         if not program.extra and program.training and not fits(choices[-1]):
             spared = count - _most(count, lambda n: fits(tried(self.slots, 0, count - n)))
             choices += [tried(self.slots, 0, spared)]
-        if not fits(choices[-1]):
-            choices += [tried(1, 0, 0), tried(1, 0, count)]
+        if not fits(choices[-1]):  # spilling costs slots of its own, so that more of it is not always less
+            few = range(count + 1) if program.training else (0,)
+            choices += [tried(slots, 0, spill) for slots in dict.fromkeys((self.slots, 1)) for spill in few]
         for made in choices:
             if fits(made):
                 return made
         least = min(choices, key=lambda made: made.plan.peak).plan
-        error = BudgetError(
+        raise BudgetError(
             f"a device budget of {_mib(program.budget)} is too small for this model at these sizes: the smallest that "
             f"works is {_mib(least.peak)} ({least.slots} weight slot{'s' * (least.slots > 1)}, "
             f"inputs of {len(least.spill)} of {count} layers on the host)\n"
-            f"compile with memory='{-(-least.peak // 2**20)}MiB' or more, or make the batch smaller"
+            f"compile with memory='{-(-least.peak // 2**20)}MiB' or more, or make the batch smaller",
+            least.peak,
         )
-        error.smallest = least.peak
-        raise error
 
 
 def _most(count: int, fits: Callable[[int], bool]) -> int:

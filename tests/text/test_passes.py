@@ -189,9 +189,7 @@ class Hasty(Pass):
 def test_a_pass_that_breaks_a_rule_is_named_with_it() -> None:
     with pytest.raises(VerifyError) as found:
         mlp(passes=(*DEFAULT_PASSES, Hasty(really=True)))
-    assert str(found.value).splitlines()[0] == (
-        "after pass hasty{really=True}, race: fwd0 may overtake fetch0"
-    )
+    assert str(found.value).splitlines()[0] == ("after pass hasty{really=True}, race: fwd0 may overtake fetch0")
 
 
 def test_nothing_is_verified_where_that_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +236,13 @@ def test_a_pass_of_another_package(installed: None) -> None:
     expected = model(x)
     megatrain.compile(model, device="cpu", passes=(*DEFAULT_PASSES, later))
     assert torch.equal(model(x), expected)
-    assert [op.label for op in megatrain.schedule(model).forward] == ["fetch0", "fwd0", "fetch1", "fwd1", "fwd_epilogue"]
+    assert [op.label for op in megatrain.schedule(model).forward] == [
+        "fetch0",
+        "fwd0",
+        "fetch1",
+        "fwd1",
+        "fwd_epilogue",
+    ]
 
 
 def test_an_entry_point_that_is_no_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

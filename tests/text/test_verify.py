@@ -204,7 +204,10 @@ BROKEN = {
         add 'after prev(w0)' to fwd0""",
     ),
     "stale": (
-        ("bwd0     compute   block.bwd(x0, w0, dx1) -> dx0, g0", "bwd0     compute   block.bwd(x0, g0, dx1) -> dx0, g0"),
+        (
+            "bwd0     compute   block.bwd(x0, w0, dx1) -> dx0, g0",
+            "bwd0     compute   block.bwd(x0, g0, dx1) -> dx0, g0",
+        ),
         """\
         stale: bwd0 reads g0, which the backward half has not filled
           bwd0     compute   block.bwd(x0, g0, dx1)   -> dx0, g0      after refetch0, prev(g0)
