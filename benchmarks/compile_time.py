@@ -26,7 +26,8 @@ def main() -> None:
         f"once a capture: {', '.join(p.name for p in first)}; for each set of sizes: {', '.join(p.name for p in rest)}"
     )
     print(
-        f"{'layers':>6} {'capture and compile s':>22} {'s a layer':>10} {'another size s':>15} {'templates':>10} {'ops':>6}"
+        f"{'layers':>6} {'capture and compile s':>22} {'s a layer':>10} {'another size s':>15} "
+        f"{'templates':>10} {'ops':>6}"
     )
     for depth in map(int, args.depths.split(",")):
         config = LlamaConfig(

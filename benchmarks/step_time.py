@@ -20,12 +20,18 @@ from typing import Any
 import torch
 from torch import nn
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128, vocab_size=512, tie_word_embeddings=True),
-    "0.49b": dict(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2, intermediate_size=4864, vocab_size=151936, tie_word_embeddings=True),
-    "3.09b": dict(hidden_size=2048, num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=2, intermediate_size=11008, vocab_size=151936, tie_word_embeddings=True),
-    "7.62b": dict(hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4, intermediate_size=18944, vocab_size=152064, tie_word_embeddings=False),
-}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {}
+"""Qwen2's public configurations by parameters, and one for trying this script out."""
+
+for line in """
+tiny   64    4   4   2  128    512     yes
+0.49b  896   24  14  2  4864   151936  yes
+3.09b  2048  36  16  2  11008  151936  yes
+7.62b  3584  28  28  4  18944  152064  no
+""".split("\n")[1:-1]:
+    name, *numbers, tied = line.split()
+    keys = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size".split()
+    SHAPES[name] = dict(zip(keys, map(int, numbers), strict=True)) | {"tie_word_embeddings": tied == "yes"}
 
 
 def build(shape: dict[str, Any], device: str) -> nn.Module:
@@ -124,14 +130,10 @@ def main() -> None:
     for system in args.systems.split(","):
         rows.append(measured(system, args, tokens))
         print(json.dumps(rows[-1]), flush=True)
-    print(
-        f"{'system':<10} {'step s':>8} {'fwd+bwd':>8} {'tok/s':>8} {'TFLOP/s':>8} {'device GiB':>10} {'first loss':>10} {'last loss':>10}"
-    )
+    head = ("step_s", "fwd_bwd_s", "tokens_s", "tflops_6nt", "device_gib")
+    print(f"{'system':<10}", *(f"{h:>10}" for h in head), f"{'first loss':>11} {'last loss':>10}")
     for r in rows:
-        print(
-            f"{r['system']:<10} {r['step_s']:>8} {r['fwd_bwd_s']:>8} {r['tokens_s']:>8} {r['tflops_6nt']:>8} {r['device_gib']:>10} "
-            f"{r['losses'][0]:>10} {r['losses'][-1]:>10}"
-        )
+        print(f"{r['system']:<10}", *(f"{r[h]:>10}" for h in head), f"{r['losses'][0]:>11} {r['losses'][-1]:>10}")
     if len(rows) == 2:
         apart = max(abs(a - b) for a, b in zip(rows[0]["losses"], rows[1]["losses"], strict=True))
         print(f"largest difference between the losses of a step: {apart:.4f}; ratio of tok/s: "

@@ -96,7 +96,7 @@ class Compiled:
     def adopted(self, model: nn.Module) -> None:
         """Lays out the host planes and forgets what was captured."""
         for name, p in model.named_parameters():
-            if p.device != torch.device("cpu") and p.device != self.device:
+            if p.device not in (torch.device("cpu"), torch.device("meta"), self.device):
                 raise ValueError(
                     f"{name} is on {p.device}, but this model is compiled for {self.device} and its parameters live on "
                     f"the host\nmove it back with model.to('cpu'), or leave the moving to megatrain"

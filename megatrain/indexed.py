@@ -129,7 +129,7 @@ def _slice(node: fx.Node, known: Any) -> Indexed:
     to_end = end is None or end == size or (not isinstance(end, sympy.Basic) and end >= 2**62)
     if step != 1 or not isinstance(start, int) or start < 0:
         raise Unknown
-    if not to_end and not (isinstance(end, int) and 0 <= end and (not isinstance(size, int) or end <= size)):
+    if not to_end and not (isinstance(end, int) and end >= 0 and (not isinstance(size, int) or end <= size)):
         raise Unknown
     length: Expr = (size if to_end else end) - start  # pyright: ignore[reportOptionalOperand, reportOperatorIssue]
     dim = dim % len(x.shape)

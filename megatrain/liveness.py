@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatrain.schedule import Schedule, Type, nbytes, on_host
+from megatrain.schedule import Schedule, TensorType, Type, nbytes, on_host
 
 BLOCK = 512
 """The granularity of CUDA's caching allocator, taken for the CPU too."""
@@ -68,19 +68,23 @@ def device_bytes(schedule: Schedule) -> dict[str, int]:
     that die after it included, and its body's workspace.
 
     Memory follows order of text, as in a caching allocator, whose blocks come and go in the order of issue.  A value of
-    unknown type and an unknown body count nothing, so that a faulty schedule can still be shown.
+    unknown type and an unknown body count nothing, so that a faulty schedule can still be shown.  A result that
+    goes into an activation slot is made beside it first, and counts for that op.
     """
     bodies = schedule.bodies
     types = value_types(schedule)
     dying = last_uses(schedule)
-    slots = sum(slot.bytes for slot in schedule.slots)
+    sizes = schedule.slot_bytes
+    slots = sum(sizes.values())
     live: dict[str, int] = {}
     held: dict[str, int] = {}
     for half, ops in schedule.halves():
         live |= {name: held_bytes(types[name]) for name in bound(schedule, half)}
         for op in ops:
             live |= {name: held_bytes(types[name]) for name in op.writes if name in types}
-            workspace = bodies[op.call].workspace if op.call in bodies else 0
+            made = zip(op.writes, bodies[op.call].outputs, strict=False) if op.call in bodies else ()
+            copied = sum(held_bytes(t) for n, t in made if n in sizes and isinstance(t, TensorType))
+            workspace = bodies[op.call].workspace + copied if op.call in bodies else 0
             held[op.label] = slots + sum(live.values()) + workspace
             for name in dying[op.label]:
                 live.pop(name, None)

@@ -68,7 +68,7 @@ def _steps(e: Executable) -> dict[str, Step]:
     s = e.schedule
     slots = s.slot_bytes
     dies = last_uses(s)
-    received = set(s.outputs) | set(s.input_grads)
+    received = dict.fromkeys((op.label for op in s.forward), s.outputs)
     bodies = s.bodies
     held: dict[str, Any] = {}
     types: dict[str, TensorType] = {}
@@ -105,7 +105,7 @@ def _steps(e: Executable) -> dict[str, Step]:
             planes=tuple(planes),
             types=known,
             size=size,
-            dies=tuple(n for n in dies[op.label] if n not in received),
+            dies=tuple(n for n in dies[op.label] if n not in received.get(op.label, s.input_grads)),
         )
     return out
 

@@ -10,6 +10,7 @@ from megatrain.liveness import peak
 from megatrain.pipeline import Pass
 from megatrain.program import Plan as Residency
 from megatrain.program import Program
+from megatrain.text import show_about
 
 
 class BudgetError(ValueError):
@@ -70,10 +71,10 @@ class Plan(Pass):
                 return made
         least = min(choices, key=lambda made: made.plan.peak).plan
         raise BudgetError(
-            f"a device budget of {_mib(program.budget)} is too small for this model at these sizes: the smallest that "
-            f"works is {_mib(least.peak)} ({least.slots} weight slot{'s' * (least.slots > 1)}, "
+            f"a device budget of {show_about(program.budget)} is too small for this model at these sizes: "
+            f"the smallest that works is {show_about(least.peak)} ({least.slots} weight slot{'s' * (least.slots > 1)}, "
             f"inputs of {len(least.spill)} of {count} layers on the host)\n"
-            f"compile with memory='{-(-least.peak // 2**20)}MiB' or more, or make the batch smaller",
+            f"compile with memory='{_rounded_up(least.peak)}' or more, or make the batch smaller",
             least.peak,
         )
 
@@ -87,5 +88,7 @@ def _most(count: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.1f} MiB"
+def _rounded_up(size: int) -> str:
+    """`size` bytes or little more, as `memory=` takes it."""
+    unit, step = ("KiB", 2**10) if size < 2**26 else ("MiB", 2**20)
+    return f"{-(-size // step)}{unit}"

@@ -65,7 +65,13 @@ def test_the_pass_works_and_is_the_example(tmp_path: Path) -> None:
     passes = (*megatrain.DEFAULT_PASSES, found["PrefetchLater"](ahead=0))
     model = megatrain.compile(Loss(), device="cpu", passes=passes)
     model(torch.randn(4, 8)).loss.backward()
-    assert [op.label for op in megatrain.schedule(model).forward] == ["fetch0", "fwd0", "fetch1", "fwd1", "fwd_epilogue"]
+    assert [op.label for op in megatrain.schedule(model).forward] == [
+        "fetch0",
+        "fwd0",
+        "fetch1",
+        "fwd1",
+        "fwd_epilogue",
+    ]
 
 
 def test_the_commands_are_complete_and_one_line_each() -> None:

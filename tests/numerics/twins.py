@@ -25,7 +25,8 @@ def twins(make: Callable[[], nn.Module], mode: str = "recompute", **options: Any
     torch.manual_seed(0)
     eager = make()
     ours = copy.deepcopy(eager)
-    return eager, megatrain.compile(ours, device="cpu", **{"passes": MODES[mode], **options})
+    settings: dict[str, Any] = {"device": "cpu", "passes": MODES[mode], **options}
+    return eager, megatrain.compile(ours, **settings)
 
 
 def bits(t: Tensor) -> Tensor:

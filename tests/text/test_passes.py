@@ -100,7 +100,8 @@ def test_a_text_that_is_no_pass(text: str, said: str) -> None:
     [
         (
             (*DEFAULT_PASSES, Prune()),
-            "pass prune is in the pipeline twice: hoist, causal, partition, differentiate, plan, emit, prefetch, prune, prune\n"
+            "pass prune is in the pipeline twice: "
+            "hoist, causal, partition, differentiate, plan, emit, prefetch, prune, prune\n"
             "remove one",
         ),
         (

@@ -1,0 +1,101 @@
+"""Hooks run as in eager: on parameters, on the root, and on children, once a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from twins import MODES, alike, twins
+
+from megatrain.capture import CaptureError
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+        return {"out": x + self.drop(self.norm(self.inner(x))) * scale}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, scale=2.0)["out"]
+        return x
+
+
+def step(model: nn.Module) -> Tensor:
+    y = model(torch.randn(6, 8, requires_grad=True))
+    y.square().sum().backward()
+    return y.detach()
+
+
+def test_hooks_on_parameters() -> None:
+    eager, ours = twins(Net)
+    seen: dict[int, list[Tensor]] = {0: [], 1: []}
+    for i, model in enumerate((eager, ours)):
+        weight = model.layers[1].inner.weight
+        weight.register_hook(lambda g: g * 3)
+        weight.register_hook(lambda g, i=i: seen[i].append(g.clone()))
+        weight.register_post_accumulate_grad_hook(lambda p, i=i: seen[i].append(p.grad.clone()))
+    for _ in range(2):
+        alike(eager, ours, step)
+    assert len(seen[0]) == 4 and all(map(torch.equal, seen[0], seen[1]))
+
+
+def test_hooks_on_the_root() -> None:
+    eager, ours = twins(Net)
+    seen: list[str] = []
+    for model in (eager, ours):
+        model.register_forward_pre_hook(lambda m, args: (seen.append("pre"), (args[0] * 2,))[1])
+        model.register_forward_hook(lambda m, args, out: (seen.append("post"), out + 1)[1])
+        model.register_full_backward_hook(lambda m, g, h: seen.append("backward"))
+        model.register_full_backward_pre_hook(lambda m, g: seen.append("backward-pre"))
+    alike(eager, ours, step)
+    assert seen[: len(seen) // 2] == seen[len(seen) // 2 :] and "backward-pre" in seen
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_forward_hooks_on_children_run_once_and_may_change_results(mode: str) -> None:
+    eager, ours = twins(Net, mode)
+    seen: list[tuple[str, str]] = []
+
+    def post(module: nn.Module, args: Any, out: dict[str, Tensor]) -> dict[str, Tensor]:
+        seen.append(("post", type(out["out"]).__name__))
+        return {"out": out["out"] * 1.5}
+
+    for model in (eager, ours):
+        model.layers[2].register_forward_hook(post)
+        model.layers[1].inner.register_forward_pre_hook(lambda m, args: (seen.append(("pre", "")), (args[0] + 1,))[1])
+    for _ in range(2):
+        alike(eager, ours, step)
+    assert seen == [("pre", ""), ("post", "Tensor")] * 4
+
+
+def test_a_hook_that_comes_and_goes() -> None:
+    eager, ours = twins(Net)
+    alike(eager, ours, step)
+    handles = [m.layers[0].register_forward_hook(lambda m, a, o: {"out": o["out"] * 2}) for m in (eager, ours)]
+    alike(eager, ours, step)
+    for handle in handles:
+        handle.remove()
+    alike(eager, ours, step)
+
+
+def test_backward_hooks_on_children_are_refused() -> None:
+    _, ours = twins(Net)
+    ours.layers[1].register_full_backward_hook(lambda m, g, h: None)
+    with pytest.raises(CaptureError) as caught:
+        ours(torch.randn(6, 8))
+    assert str(caught.value) == (
+        "layers.1 (Block) has a backward hook, which a captured child cannot call\n"
+        "put the hook on the compiled model itself or on a parameter, or remove it before the call"
+    )
