@@ -23,14 +23,23 @@ from torch import nn
 SHAPES: dict[str, dict[str, Any]] = {}
 """Qwen2's public configurations by parameters, and one for trying this script out."""
 
-for line in """
-tiny   64    4   4   2  128    512     yes
-0.49b  896   24  14  2  4864   151936  yes
-3.09b  2048  36  16  2  11008  151936  yes
-7.62b  3584  28  28  4  18944  152064  no
-""".split("\n")[1:-1]:
+for line in [
+    "",
+    "tiny   64    4   4   2  128    512     yes",
+    "0.49b  896   24  14  2  4864   151936  yes",
+    "3.09b  2048  36  16  2  11008  151936  yes",
+    "7.62b  3584  28  28  4  18944  152064  no",
+    "",
+][1:-1]:
     name, *numbers, tied = line.split()
-    keys = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size".split()
+    keys = [
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "intermediate_size",
+        "vocab_size",
+    ]
     SHAPES[name] = dict(zip(keys, map(int, numbers), strict=True)) | {"tie_word_embeddings": tied == "yes"}
 
 

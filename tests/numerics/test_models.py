@@ -88,7 +88,7 @@ def t5() -> nn.Module:
             num_layers=2,
             num_heads=4,
             feed_forward_proj="gated-gelu",
-            **{"decoder_start_token_id": 0},
+            decoder_start_token_id=0,  # pyright: ignore[reportCallIssue]
         )
     )
 

@@ -159,7 +159,7 @@ def test_a_plain_function_works_on_the_captured_graph() -> None:
     z.square().sum().backward()
     assert torch.equal(y, z)
     for p, q in zip(model.parameters(), eager.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
+        assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad)
 
 
 def test_a_plain_function_that_returns_nothing() -> None:
