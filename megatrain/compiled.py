@@ -116,6 +116,13 @@ class Compiled:
         call = Call(self.signature, args, kwargs)
         if call.foreign:
             return self.eager(call)
+        if torch.is_inference_mode_enabled():  # slots and planes made there could not be used outside
+            with torch.inference_mode(False), torch.no_grad():
+                return self.call(model, args, kwargs)
+        with torch.autograd.graph.saved_tensors_hooks(_same, _same):  # the caller's are not for what is traced
+            return self.routed(model, call)
+
+    def routed(self, model: nn.Module, call: Call) -> Any:
         made, sizes = self.captured(model, call)
         program = made.program
         wants = program.training and bool(program.needs or any(t.requires_grad for t in call.tensors.values()))
@@ -216,7 +223,13 @@ class Compiled:
             self.hold(plane, constants)
         program = described(found.program, tensors, planes, self.layers, self.budget)
         self.observing = observers_of(program)
-        return Made(found, run(program, self.first, self.observing))
+        made = Made(found, run(program, self.first, self.observing))
+        if written := [i.target for i in made.program.inputs if i.kind == "state" and i.target in made.program.needs]:
+            raise CaptureError(
+                f"forward writes into {written[0]}, a parameter that requires a gradient (embedding's max_norm?)\n"
+                "change it after the step instead, under torch.no_grad()"
+            )
+        return made
 
     def hold(self, plane: str, constants: Mapping[str, Tensor]) -> None:
         """Gives the constants of a capture a plane of their own."""
@@ -267,6 +280,10 @@ class Compiled:
 
 def _nothing() -> None:
     return None
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
 
 
 def _difference(key: Any, shapes: Any, captures: Mapping[Any, list[Made]]) -> str:

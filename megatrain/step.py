@@ -40,6 +40,7 @@ class Running:
         self.inputs = {i.name: i.target for i in inputs if call.tensors[i.target].requires_grad}
         self.versions = {n: compiled.tensors[n]._version for n in read if n in compiled.tensors}
         self.outputs: list[tuple[Tensor, int]] = []
+        self.store = compiled.runtime.store
 
     def forward(self) -> tuple[Tensor, ...]:
         c, program, frame = self.compiled, self.made.program, self.frame
@@ -83,6 +84,12 @@ class Running:
             raise RuntimeError(
                 "backward through the same forward a second time: its values are gone\n"
                 "call the model again, or add the losses up and call backward once"
+            )
+        if c.runtime.store is not self.store:
+            raise RuntimeError(
+                "a parameter or module was replaced between this forward and its backward, and planes were laid out "
+                "again\n"
+                "call backward before the change, or the model again after it"
             )
         changed = [n for n, v in self.versions.items() if c.tensors[n]._version != v]
         if changed or any(t._version != v for t, v in self.outputs):

@@ -127,10 +127,15 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
+SLOT_NAME = re.compile(r"(?:[wugvsa]\d+|d[A-Za-z_].*|k_\w+)(?<!_)")
+"""Names that slots, gradients and kept graphs take in a schedule; with `_` behind, one is free for a value."""
+
+
 def sanitized(name: str) -> str:
     """`name` as an identifier that a dump can use for a device value."""
     text = re.sub(r"\W", "_", name)
-    return text if re.match(r"[A-Za-z_]", text) else f"y{text}"
+    text = text if re.match(r"[A-Za-z_]", text) else f"y{text}"
+    return f"{text}_" if SLOT_NAME.fullmatch(text) else text
 
 
 def unique(names: list[str]) -> list[str]:

@@ -17,11 +17,9 @@ from megatrain.effects import draws, roots, runs_hooks, writes_into
 from megatrain.graphs import size_of, text_of
 from megatrain.pipeline import Pass
 from megatrain.program import Layer, Program, TemplateGraph
-from megatrain.structure import unique
+from megatrain.structure import SLOT_NAME, unique
 
 ATEN: Any = ops.aten
-SLOT_NAME = re.compile(r"[wugvsa]\d+|d[A-Za-z_].*|k_\w+")
-"""Names that slots, gradients and kept graphs take in a schedule."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import copy
 import io
 import logging
 import pickle
+import threading
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from twins import MODES, alike, bits, check, differing, same, state, twins
 import megatrain
 
 WORDS = 29
+
+KNOWN = pytest.mark.xfail(reason="differs from eager yet", strict=False)
 
 
 class Block(nn.Module):
@@ -355,7 +358,151 @@ def test_part_of_a_model_is_compiled() -> None:
     assert bits(eager.embed.weight).equal(bits(ours.embed.weight))
 
 
-def test_submodules_called_directly_are_eager() -> None:
+def made_before_compiling(model: Any) -> None:
+    """Adam, with state and gradients from before the model was compiled."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    loss(model).backward()
+    optimizer.step()
+    if hasattr(model, "compiled"):
+        megatrain.compile(model, device="cpu")
+    for s in range(2):
+        loss(model, seed=s).backward()
+        optimizer.step()
+
+
+def test_an_optimizer_made_before_compiling() -> None:
+    torch.manual_seed(0)
+    eager = Net()
+    ours = copy.deepcopy(eager)
+    ours.compiled = True
+    made_before_compiling(eager)
+    made_before_compiling(ours)
+    check(eager, ours)
+    assert megatrain.schedule(ours).backward
+
+
+def with_lbfgs(model: Any) -> Tensor:
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        value = loss(model)
+        value.backward()
+        return value.item()
+
+    return torch.tensor(optimizer.step(closure))
+
+
+def with_a_scaler(model: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)  # pyright: ignore[reportCallIssue]
+    for s in range(2):
+        scaler.scale(loss(model, seed=s)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def with_averaged_weights(model: Any) -> Tensor:
+    average = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for s in range(2):
+        loss(model, seed=s).backward()
+        optimizer.step()
+        average.update_parameters(model)
+    return average(ids())["logits"].detach()
+
+
+def with_weights_as_one_vector(model: Any) -> None:
+    vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+    nn.utils.vector_to_parameters(vector * 0.5, model.parameters())
+    loss(model).backward()
+
+
+def for_some_weights_only(model: Any) -> None:
+    loss(model).backward(inputs=[model.layers[1].up.weight])
+
+
+def under_anomaly_detection(model: Any) -> None:
+    with torch.autograd.detect_anomaly(check_nan=False):
+        loss(model).backward()
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+@pytest.mark.parametrize(
+    "how",
+    [
+        with_lbfgs, with_a_scaler, with_averaged_weights, with_weights_as_one_vector, for_some_weights_only,
+        under_anomaly_detection,
+    ],
+    ids=lambda f: f.__name__,
+)  # fmt: skip
+def test_trained(how: Any) -> None:
     eager, ours = twins(Net)
+    alike(eager, ours, how)
+
+
+def test_what_is_done_with_results(mode: str) -> None:
+    eager, ours = twins(Net, mode)
+
+    def written(model: nn.Module) -> Tensor:
+        logits = model(ids())["logits"]
+        logits.mul_(2)
+        logits += 1
+        logits.square().sum().backward()
+        return logits.detach()
+
+    def watched(model: nn.Module) -> list[Tensor | None]:
+        seen: list[Tensor | None] = []
+        logits = model(ids())["logits"]
+        logits.retain_grad()
+        logits.register_hook(lambda g: seen.append(g.clone()))
+        logits.exp().sum().backward()
+        return [*seen, logits.grad]
+
+    def evaluated_in_a_hook(model: nn.Module) -> list[Tensor]:
+        seen: list[Tensor] = []
+
+        def evaluate(_: Tensor) -> None:
+            with torch.no_grad():
+                seen.append(loss(model, seed=7))
+
+        value = loss(model)
+        value.register_hook(evaluate)
+        value.backward()
+        return seen
+
+    for do in (written, watched, evaluated_in_a_hook):
+        alike(eager, ours, do)
+
+
+@KNOWN
+def test_frozen_layers_with_dropout(mode: str) -> None:
+    """A random body without a backward has no generator state to record."""
+    eager, ours = twins(lambda: Net(dropout=0.2), mode)
+    for model in (eager, ours):
+        model.embed.requires_grad_(False)
+        model.layers[0].requires_grad_(False)
     alike(eager, ours, lambda m: loss(m).backward())
-    alike(eager, ours, lambda m: m.layers[1](torch.randn(2, 3, 16)).sum().backward())
+
+
+@KNOWN
+def test_evaluated_in_several_threads() -> None:
+    eager, ours = twins(Net)
+    expected = eager(ids())["logits"].detach()
+    with torch.no_grad():
+        ours(ids())
+    wrong: list[object] = []
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            wrong.extend(i for i in range(10) if not same(ours(ids())["logits"], expected))
+
+    threads = [threading.Thread(target=evaluate) for _ in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
