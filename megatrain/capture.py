@@ -275,8 +275,10 @@ def _captured(
             if node.name in weights:
                 target = _canonical(model, weights[node.name], names)
             else:
-                target = f"constants.{signature.inputs_to_lifted_tensor_constants[node.name]}"
-                constants[target] = exported.constants[target.removeprefix("constants.")].detach()
+                name = signature.inputs_to_lifted_tensor_constants[node.name]
+                value_of = exported.constants[name].detach()
+                target = next((n for n, t in constants.items() if _alike(t, value_of)), f"constants.{name}")
+                constants.setdefault(target, value_of)
             env[node] = graph.get_attr(target)
             env[node].meta.update(node.meta)
             continue
@@ -334,6 +336,13 @@ def _captured(
         device=str(device),
     )
     return Capture(program, structure, constants)
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Constants that can be one, so that layers which each make their own still share a template."""
+    if (a.dtype, a.shape, a.device) != (b.dtype, b.shape, b.device):
+        return False
+    return not a.numel() or (not a.is_meta and torch.equal(a, b))
 
 
 def _canonical(model: nn.Module, target: str, names: Mapping[int, str]) -> str:

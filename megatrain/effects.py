@@ -38,7 +38,7 @@ def writes_into(node: fx.Node) -> list[fx.Node]:
     if isinstance(target, Opaque):
         first = len(target.names)
         return _nodes(args[0][first : first + len(target.buffer_names)])
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, torch._ops.OpOverload) or family(node) == "aten.detach_":  # writes no memory
         return []
     schema = target._schema.arguments
     found = [a for a, s in zip(args, schema, strict=False) if s.alias_info is not None and s.alias_info.is_write]

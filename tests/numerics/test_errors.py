@@ -218,7 +218,7 @@ class Rounded(torch.autograd.Function):
         return x.round()
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # pyright: ignore
         return g * 3
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
-from twins import MODES, alike, same, twins
+from twins import MODES, alike, check, same, twins
 
 KNOWN = pytest.mark.xfail(reason="differs from eager yet", strict=False)
 
@@ -339,7 +339,7 @@ def test_parameters_of_every_kind() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_channels_last(mode: str) -> None:
     def make() -> nn.Module:
-        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(True), nn.Conv2d(4, 4, 3)).to(
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(True), nn.Conv2d(4, 4, 3)).to(  # pyright: ignore
             memory_format=torch.channels_last
         )
 

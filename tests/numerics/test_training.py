@@ -374,7 +374,7 @@ def test_an_optimizer_made_before_compiling() -> None:
     torch.manual_seed(0)
     eager = Net()
     ours = copy.deepcopy(eager)
-    ours.compiled = True
+    ours.compiled = True  # pyright: ignore
     made_before_compiling(eager)
     made_before_compiling(ours)
     check(eager, ours)
