@@ -40,14 +40,13 @@ class Body:
     needs: tuple[bool, ...]
     trains: tuple[bool, ...]
     planes: tuple[int, ...]
-    random: bool
     device: torch.device
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
 
     def forward(self, values: Sequence[Tensor], weights: Sequence[Tensor], grad: bool) -> list[Any]:
         """Results, then the generator state it began with (recomputed random bodies) or the kept graph."""
         extra: list[Any] = []
-        if self.random and grad and not self.spec.keep:
+        if self.spec.state:
             extra.append(generator_state(self.device))
         if not grad or not (any(self.needs) or any(self.trains)):
             with torch.no_grad(), self.casting():

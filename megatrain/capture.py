@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -21,12 +22,14 @@ import sympy
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from megatrain.cleaning import Copier
 from megatrain.graphs import evaluated
 from megatrain.opaque import Opaque, tracing
 from megatrain.program import Input, Program
 from megatrain.structure import Leaf, Structure, flatten, key_name, sanitized, unique
+from megatrain.watching import Reads, Refused, is_plain, watched
 
 
 class CaptureError(ValueError):
@@ -35,11 +38,13 @@ class CaptureError(ValueError):
 
 @dataclass(frozen=True)
 class Capture:
-    """A captured program with what a call needs: how its result is put together, and the tensors that are constants."""
+    """A captured program with what a call needs: how its result is put together, the tensors that are constants, and
+    the attributes that must be what they were."""
 
     program: Program
     structure: Structure
     constants: Mapping[str, torch.Tensor]
+    reads: Reads
 
 
 class Call:
@@ -63,9 +68,9 @@ class Call:
         named = [(".".join(map(key_name, path)), value) for path, value in leaves]
         for name, value in named:
             if not isinstance(value, torch.Tensor):
-                if not _is_plain(value):
+                if not is_plain(value):
                     self.foreign[name] = value
-                rest.append((name, type(value), value if _is_plain(value) else id(value)))
+                rest.append((name, type(value), value if is_plain(value) else id(value)))
                 continue
             self.tensors[name] = value
             alias = seen.setdefault(id(value), name)
@@ -83,34 +88,14 @@ class Call:
         return bound.args, bound.kwargs
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return isinstance(value, tuple) and all(map(_is_plain, value))
-    return value is None or isinstance(
-        value, (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-    )
-
-
 def module_key(model: nn.Module) -> tuple[Any, ...]:
-    """Everything about the module tree that may change what a forward computes, tensors' values apart: classes,
-    training flags, plain attributes (`dropout.p`), hooks, configurations, `requires_grad`, and versions of plain
-    tensors."""
+    """What of the module tree may change what a forward computes, beside tensors' values and the attributes that the
+    capture has seen read: classes, training flags, hooks, `requires_grad`."""
     parts: list[Any] = []
-    configs: dict[int, Any] = {}
     for name, module in model.named_modules():
-        items = module.__dict__
-        plain: list[Any] = []
-        for k, v in items.items():
-            if k[0] != "_" and k != "forward":
-                if _is_plain(v):
-                    plain.append((k, v))
-                elif isinstance(v, torch.Tensor):
-                    plain.append((k, id(v), v._version))
-                elif k == "config" and hasattr(v, "__dict__") and id(v) not in configs:
-                    configs[id(v)] = tuple((a, b) for a, b in vars(v).items() if _is_plain(b))
-        parts.append((name, type(module), tuple(plain), *map(len, hooks_of(module))))
-        parts.extend(p.requires_grad for p in items["_parameters"].values() if p is not None)
-    return (*parts, *configs.values())
+        parts.append((name, type(module), module.training, *map(len, hooks_of(module))))
+        parts.extend(p.requires_grad for p in module._parameters.values() if p is not None)
+    return tuple(parts)
 
 
 def hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
@@ -150,12 +135,17 @@ def capture(
     for sizes in (_distinct_sizes(call), {}) if distinct else ({},):
         structure = Structure()
         try:
-            with _traced(model, forward, call, structure), tracing(model) as opaque:
+            with watched(model) as reads, _traced(model, forward, call, structure), tracing(model) as opaque:
                 exported = _export(model, call, sizes, home)
+            _check_traced(exported)
+        except Refused as e:
+            error = e
+            break
         except Exception as e:
             error = error or e
             continue
-        return _captured(exported, structure, call, home, device, names, model, opaque)
+        program, constants = _captured(exported, structure, call, home, device, names, model, opaque)
+        return Capture(program, structure, constants, reads)
     assert error is not None
     raise CaptureError(_explain(model, error)) from error
 
@@ -196,7 +186,11 @@ def _traced(
     """Inside, the model takes the call's tensors by position, runs `forward` without the root's hooks with them and the
     call's other arguments, and returns its tensors as a flat tuple."""
 
-    def flat(*tensors: torch.Tensor) -> tuple[Any, ...]:
+    tracer = threading.get_ident()
+
+    def flat(*tensors: Any, **named: Any) -> Any:
+        if threading.get_ident() != tracer:  # another thread's call, which waits for the capture
+            return forward(*tensors, **named) if own is None else own(*tensors, **named)
         args, kwargs = call.arguments(tensors)
         return flatten(forward(*args, **kwargs), structure)
 
@@ -205,7 +199,6 @@ def _traced(
     flat.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in unique(names)])  # type: ignore
     tables = hooks_of(model)
     hooks = [dict(t) for t in tables]
-    had = "forward" in model.__dict__
     own = model.__dict__.get("forward")
     model.__dict__["forward"] = flat
     for t in tables:
@@ -216,8 +209,30 @@ def _traced(
         for t, h in zip(tables, hooks, strict=True):
             t.update(h)  # type: ignore[attr-defined]
         del model.__dict__["forward"]
-        if had:
+        if own is not None:
             model.__dict__["forward"] = own
+
+
+def _check_traced(exported: Any) -> None:
+    """Raises Refused for nodes that schedules cannot hold."""
+    for module in exported.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            where = _model_line(node)
+            if str(node.target) == "aten.embedding.default" and len(node.args) > 4 and node.args[4]:
+                raise Refused(f"sparse gradients are not supported{where}", "create the embedding with sparse=False")
+            if free_unbacked_symbols(node.meta.get("val")):
+                raise Refused(
+                    f"the size of a tensor depends on the data of another{where}",
+                    "write this line so that sizes are known beforehand (torch.where, masks)",
+                )
+
+
+def _model_line(node: fx.Node) -> str:
+    """The innermost line of code outside torch that made the node, as export has noted it."""
+    lines = str(node.meta.get("stack_trace", "")).splitlines()
+    files = [i for i, line in enumerate(lines) if line.lstrip().startswith("File ")]
+    own = [i for i in files if "/torch/" not in lines[i]]
+    return "".join(f"\n  {line.strip()}" for line in lines[own[-1] : own[-1] + 2]) if own else ""
 
 
 def _explain(model: nn.Module, error: Exception) -> str:
@@ -236,9 +251,12 @@ def _explain(model: nn.Module, error: Exception) -> str:
             where = (
                 f"\n  in {name} ({type(owner).__name__}), {file}:{line}\n    {linecache.getline(file, line).strip()}"
             )
+    head = f"cannot capture {type(model).__name__}.forward: "
+    if isinstance(error, Refused):
+        return f"{head}{error}{where}\n{error.cure}"
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return (
-        f"cannot capture {type(model).__name__}.forward: {type(error).__name__}: {reason}{where}\n"
+        f"{head}{type(error).__name__}: {reason}{where}\n"
         "write this line without a branch or a Python value that depends on the data of a tensor (torch.where, masks), "
         "or compile the parts of the model around it"
     )
@@ -253,7 +271,7 @@ def _captured(
     names: Mapping[int, str],
     model: nn.Module,
     opaque: Mapping[str, Opaque],
-) -> Capture:
+) -> tuple[Program, dict[str, torch.Tensor]]:
     source: fx.GraphModule = exported.graph_module
     graph = fx.Graph()
     signature = exported.graph_signature
@@ -335,7 +353,7 @@ def _captured(
         training=torch.is_grad_enabled(),
         device=str(device),
     )
-    return Capture(program, structure, constants)
+    return program, constants
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from megatrain import settings
 from megatrain.bodies import Body
 from megatrain.capture import Call, Capture, CaptureError, bind_sizes, capture, mode_key, module_key
+from megatrain.host import HostBuffer
 from megatrain.lanes import Lanes
 from megatrain.liveness import peak
 from megatrain.offline import (
@@ -34,7 +36,8 @@ from megatrain.program import Program
 from megatrain.runtime import Executable, Runtime
 from megatrain.schedule import Schedule
 from megatrain.step import Running, Step
-from megatrain.store import HostBuffer, adopt
+from megatrain.store import adopt
+from megatrain.watching import global_hooks, transformed
 
 LOG = logging.getLogger("megatrain")
 MOST_CAPTURES = 8
@@ -60,6 +63,8 @@ class Made:
     planned: dict[Any, Program] = field(default_factory=dict)
     executables: dict[Any, Executable] = field(default_factory=dict)
     sizes: dict[Any, dict[sympy.Symbol, int] | None] = field(default_factory=dict)
+    written: tuple[str, ...] = ()
+    """Paths of the arguments that the forward writes into."""
 
 
 class Compiled:
@@ -85,6 +90,7 @@ class Compiled:
         self.reasons: list[str] = []
         self.schedules: dict[str, Schedule] = {}
         self.warned: set[str] = set()
+        self.lock = threading.RLock()
         self.adopted(model)
 
     def __deepcopy__(self, memo: Any) -> None:
@@ -110,20 +116,35 @@ class Compiled:
     # -- one call ---------------------------------------------------------------------------------------------------
 
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's result.  One thread at a time; a call under torch.func (functional_call, grad, vmap), or with
+        arguments that a graph cannot take, runs eagerly on the host."""
+        if kinds := global_hooks():
+            raise CaptureError(
+                f"there is a hook on all modules ({', '.join(kinds)}), which a captured graph would not call\n"
+                "remove it before the call, or put it on the modules that it is for"
+            )
+        with self.lock:
+            return self.locked(model, Call(self.signature, args, kwargs))
+
+    def locked(self, model: nn.Module, call: Call) -> Any:
+        if transformed() or self.runtime.store.substituted():
+            return self.eager(call)
         if reason := self.runtime.store.changed(model):
             LOG.warning("megatrain: %s; laying out host planes and capturing again", reason)
             self.adopted(model)
-        call = Call(self.signature, args, kwargs)
         if call.foreign:
+            self.warn_foreign(call)
             return self.eager(call)
         if torch.is_inference_mode_enabled():  # slots and planes made there could not be used outside
             with torch.inference_mode(False), torch.no_grad():
-                return self.call(model, args, kwargs)
+                return self.locked(model, call)
         with torch.autograd.graph.saved_tensors_hooks(_same, _same):  # the caller's are not for what is traced
             return self.routed(model, call)
 
     def routed(self, model: nn.Module, call: Call) -> Any:
         made, sizes = self.captured(model, call)
+        if made.written:
+            check_written(made.written, call)
         program = made.program
         wants = program.training and bool(program.needs or any(t.requires_grad for t in call.tensors.values()))
         extra = wants and any(f.values for f in self.runtime.frames)
@@ -158,7 +179,12 @@ class Compiled:
         return Stats(planned, measured, self.budget)
 
     def eager(self, call: Call) -> Any:
-        """The call as it would be without the compiler, on the host weights: for arguments that a graph cannot take."""
+        """The call as it would be without the compiler, on the host weights."""
+        args, kwargs = call.arguments([t.to("cpu") for t in call.tensors.values()])
+        result = self.forward(*args, **kwargs)
+        return pytree.tree_map(lambda x: x.to(self.device) if isinstance(x, Tensor) else x, result)
+
+    def warn_foreign(self, call: Call) -> None:
         name, value = next(iter(call.foreign.items()))
         if name not in self.warned:
             self.warned.add(name)
@@ -166,22 +192,23 @@ class Compiled:
                 "megatrain: argument %s is a %s, which a graph cannot take: such calls run eagerly on the host",
                 name, type(value).__name__,
             )  # fmt: skip
-        args, kwargs = call.arguments([t.to("cpu") for t in call.tensors.values()])
-        result = self.forward(*args, **kwargs)
-        return pytree.tree_map(lambda x: x.to(self.device) if isinstance(x, Tensor) else x, result)
 
     def captured(self, model: nn.Module, call: Call) -> tuple[Made, dict[sympy.Symbol, int]]:
         """A capture whose key and guards this call meets, made now if there is none."""
         key = (call.key, mode_key(), module_key(model))
         shapes = tuple(t.shape for t in call.tensors.values())
+        changed = ""
         for made in self.captures.get(key, []):
+            if attribute := made.capture.reads.changed():
+                changed = attribute
+                continue
             if shapes not in made.sizes:
                 made.sizes[shapes] = bind_sizes(made.program, call.tensors)
             if (sizes := made.sizes[shapes]) is not None:
                 return made, sizes
         self.refuse_hooks(model)
         count = sum(map(len, self.captures.values()))
-        reason = _difference(key, shapes, self.captures)
+        reason = changed or _difference(key, shapes, self.captures)
         if count >= MOST_CAPTURES:
             seen = "\n".join(f"  {r}" for r in dict.fromkeys([*self.reasons, reason]))
             raise CaptureError(
@@ -224,6 +251,8 @@ class Compiled:
         program = described(found.program, tensors, planes, self.layers, self.budget)
         self.observing = observers_of(program)
         made = Made(found, run(program, self.first, self.observing))
+        made_by = {i.name: i.target for i in made.program.inputs if i.kind == "input"}
+        made.written = tuple(made_by[n] for n in made.program.writes_back if n in made_by)
         if written := [i.target for i in made.program.inputs if i.kind == "state" and i.target in made.program.needs]:
             raise CaptureError(
                 f"forward writes into {written[0]}, a parameter that requires a gradient (embedding's max_norm?)\n"
@@ -268,7 +297,7 @@ class Compiled:
             needs = d.needs or (False,) * t.values
             trains = d.trains or (False,) * len(t.weights)
             planes = tuple(p for p, _ in t.weights)
-            bodies[name] = Body(spec, t.graph, needs, trains, planes, t.random, self.device, program.autocast)
+            bodies[name] = Body(spec, t.graph, needs, trains, planes, self.device, program.autocast)
         return Executable(
             schedule=program.schedule,
             bodies=bodies,
@@ -276,6 +305,23 @@ class Compiled:
             layouts=dict(self.runtime.store.layouts),
             grad_layouts={p: grad_layout(names, self.tensors) for p, names in program.planes.items()},
         )
+
+
+def check_written(written: Sequence[str], call: Call) -> None:
+    """Raises CaptureError where writing into an argument would show elsewhere than in the argument."""
+    for name in written:
+        t = call.tensors[name]
+        storage = t.untyped_storage()._cdata
+        if t.requires_grad:
+            raise CaptureError(
+                f"forward writes into argument {name}, which requires a gradient\ngive it detached, or a copy of it"
+            )
+        for other, u in call.tensors.items():
+            if other != name and u.untyped_storage()._cdata == storage:
+                raise CaptureError(
+                    f"forward writes into argument {name}, which shares memory with argument {other}\n"
+                    "give a copy of one of them"
+                )
 
 
 def _nothing() -> None:
@@ -305,4 +351,4 @@ def _difference(key: Any, shapes: Any, captures: Mapping[Any, list[Made]]) -> st
         return "grad mode or autocast is another"
     parts = [a for a, b in zip(key[2], other[2], strict=False) if a != b]
     where = next((p[0] or type(p[1]).__name__ for p in parts if isinstance(p, tuple) and p), "")
-    return f"the module tree changed{f' at {where}' if where else ''} (training, a plain attribute, requires_grad)"
+    return f"the module tree changed{f' at {where}' if where else ''} (training, a hook, requires_grad)"

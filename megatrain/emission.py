@@ -14,9 +14,7 @@ from itertools import pairwise
 
 from megatrain.order import place_waits
 from megatrain.program import DTYPES, BodySpec, Layer, Program
-from megatrain.schedule import Body, Op, Schedule, Slot, Template, TensorType, Type, Value
-
-PAGE = 4096
+from megatrain.schedule import PAGE, Body, Op, Schedule, Slot, Template, TensorType, Type, Value
 
 
 @dataclass
@@ -143,10 +141,11 @@ def _forward(e: _Emitter, spilled: dict[str, str]) -> tuple[Op, ...]:
         if keep:
             writes.append(f"k_{layer.label}")
             results.append(d.kept)
-        elif e.program.training and _random(e.program, layer) and "bwd" in d.workspace:
+        state = e.program.training and not keep and _random(e.program, layer) and "bwd" in d.workspace
+        if state:
             writes.append(f"rng_{layer.label}")
             results.append(0)
-        spec = BodySpec(layer.template, forward=True, keep=keep)
+        spec = BodySpec(layer.template, forward=True, keep=keep, state=state)
         call = _body(e, layer, spec, "fwd.keep" if keep else "fwd", list(d.reads), results)
         reads = [place.get(n, n) for n in layer.reads] + slots
         ops.append(Op(_label("fwd", layer.label), "compute", tuple(reads), tuple(writes), call))
@@ -169,7 +168,7 @@ def _body(
 ) -> str:
     """The call name of a body, entered in the template's signature when it is new."""
     d = e.program.derivatives[layer.template]
-    planes: list[Type] = [_rounded(e.program.plane_bytes[p]) for p in layer.planes]
+    planes: list[Type] = [e.program.plane_bytes[p] for p in layer.planes]
     own = e.bodies.setdefault(layer.template, {})
     taken = [n for n in own if n == kind or (n.startswith(kind) and n[len(kind) :].isdigit())]
     body = Body("", (*inputs, *planes, *after), tuple(outputs), d.workspace.get(kind, 0))
@@ -181,10 +180,6 @@ def _body(
     own[name] = Body(name, body.inputs, body.outputs, body.workspace)
     e.specs[f"{layer.template}.{name}"] = spec
     return f"{layer.template}.{name}"
-
-
-def _rounded(size: int) -> int:
-    return -(-size // PAGE) * PAGE
 
 
 def _backward(e: _Emitter, spilled: dict[str, str]) -> tuple[tuple[Op, ...], tuple[Value, ...], tuple[str, ...]]:
@@ -261,8 +256,8 @@ def _backward(e: _Emitter, spilled: dict[str, str]) -> tuple[tuple[Op, ...], tup
         inputs: list[Type] = ([d.kept] if keep else []) + list(d.reads)
         state = not keep and _random(program, layer)
         types = [d.writes[i] for i in graded] + [d.reads[i] for i in adds]
-        after: list[Type] = ([0] if state else []) + types + [_rounded(program.grad_bytes[p]) for p in again]
-        outputs: list[Type] = [d.reads[i] for i in wants] + [_rounded(program.grad_bytes[p]) for p in trained]
+        after: list[Type] = ([0] if state else []) + types + [program.grad_bytes[p] for p in again]
+        outputs: list[Type] = [d.reads[i] for i in wants] + [program.grad_bytes[p] for p in trained]
         index = layer.planes.index
         spec = BodySpec(
             layer.template,
@@ -273,6 +268,7 @@ def _backward(e: _Emitter, spilled: dict[str, str]) -> tuple[tuple[Op, ...], tup
             sums=tuple(map(index, again)),
             wants=wants,
             trains=tuple(map(index, trained)),
+            state=state,
         )
         call = _body(e, layer, spec, "bwd.keep" if keep else "bwd", inputs, outputs, after)
         reads = ([f"k_{layer.label}"] if keep else []) + [place.get(n, n) for n in layer.reads] + slots

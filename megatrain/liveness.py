@@ -1,8 +1,9 @@
 """When values die, and the device bytes that follow from it.  Derived facts: nothing here is stored in a schedule.
 
 Values are the bare names that are not slots.  They live from the op that writes them (inputs and grads: from the start
-of their half) to their last use, which may be in the backward half.  Results that the caller receives live to the end
-of their half at least.  One that nobody uses dies after the op that made it, or after the first op of its half.
+of their half) to their last use, which may be in the backward half.  One that nobody uses dies after the op that made
+it, or after the first op of its half.  Results that the caller receives live to the end of their half at least, and
+their bytes count until the schedule ends, because the caller may hold them through the backward.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ def device_bytes(schedule: Schedule) -> dict[str, int]:
             workspace = bodies[op.call].workspace + copied if op.call in bodies else 0
             held[op.label] = slots + sum(live.values()) + workspace
             for name in dying[op.label]:
-                live.pop(name, None)
+                if name not in schedule.outputs:
+                    live.pop(name, None)
     return held
 
 

@@ -16,12 +16,12 @@ from torch import Tensor, fx, nn
 
 from megatrain import settings
 from megatrain.capture import Call, CaptureError, bind_sizes, capture
+from megatrain.host import Layout, dense_stride, layout_of
 from megatrain.observe import Dump, Verify
 from megatrain.passes import DEFAULT
 from megatrain.pipeline import Observer, Pass, pipeline, run, split
 from megatrain.planes import layer_of, planes_of
 from megatrain.program import STAGES, Program, Strided
-from megatrain.store import Layout, dense_stride, layout_of
 
 Sizes = Mapping[sympy.Symbol, int]
 

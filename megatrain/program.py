@@ -102,7 +102,7 @@ class BodySpec:
     """What one body of a template is called with, beside its name in the schedule.
 
     Operands are, in order: the kept graph (a backward with `keep`), the template's values, its planes, the generator
-    state (a recomputing backward of a random template), the gradients of the results in `grads`, the sums so far of the
+    state (a backward with `state`), the gradients of the results in `grads`, the sums so far of the
     gradients of the values in `adds`, the gradient slots of the planes in `sums` (added into).  Results are: the
     template's results and then the generator state or the kept graph (forward), or the gradients of the values in
     `wants` and the gradient slots of the planes in `trains` (backward)."""
@@ -115,6 +115,8 @@ class BodySpec:
     sums: tuple[int, ...] = ()
     wants: tuple[int, ...] = ()
     trains: tuple[int, ...] = ()
+    state: bool = False
+    """A forward gives the generator state that it began with, a recomputing backward starts from it."""
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from megatrain.bodies import Body, Kept
+from megatrain.host import GradientPlanes, HostBuffer, Layout, round_up
 from megatrain.lanes import Lanes, Ticket
 from megatrain.liveness import last_uses
 from megatrain.meter import Meter
 from megatrain.program import DTYPES, BodySpec
-from megatrain.schedule import Op, Schedule, TensorType, nbytes, on_host, prev_of
-from megatrain.store import GradientPlanes, HostBuffer, Layout, Store
+from megatrain.schedule import PAGE, Op, Schedule, TensorType, nbytes, on_host, prev_of
+from megatrain.store import Store
 from megatrain.text import show_op
 
 TORCH = {short: dtype for dtype, short in DTYPES.items()}
@@ -206,7 +207,7 @@ class Runtime:
             for name, result in zip(op.writes, results, strict=True):
                 self.put(name, result, step, frame)
             return
-        state = self.value(next(operands), step, frame) if body.random and not spec.keep else None
+        state = self.value(next(operands), step, frame) if spec.state else None
         grads = [self.value(next(operands), step, frame) for _ in spec.grads]
         adds = [self.value(next(operands), step, frame) for _ in spec.adds]
         targets = op.writes[len(spec.wants) :]
@@ -276,7 +277,7 @@ class Runtime:
         made = Frame(executable)
         for op in executable.schedule.forward:
             if op.verb == "offload":
-                made.spilled[op.writes[0]] = self.buffer(-(-executable.steps[op.label].size // 4096) * 4096)
+                made.spilled[op.writes[0]] = self.buffer(round_up(executable.steps[op.label].size, PAGE))
         self.frames.add(made)
         weakref.finalize(made, _recycle, self.free, list(made.spilled.values()))
         return made

@@ -16,6 +16,9 @@ LANES = {"prefetch": "h2d", "compute": "compute", "offload": "d2h", "update": "h
 
 HALVES = ("forward", "backward", "update")
 
+PAGE = 4096
+"""Bytes; planes and slots are whole pages, so that no two planes share one and each can be registered by itself."""
+
 ITEMSIZE = {
     "f64": 8, "f32": 4, "bf16": 2, "f16": 2, "f8e4m3": 1, "f8e5m2": 1, "c64": 8, "c128": 16,
     "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "u16": 2, "u32": 4, "u64": 8, "bool": 1,

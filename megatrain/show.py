@@ -64,6 +64,9 @@ def template_lines(program: Program) -> Iterator[str]:
         if d := program.derivatives.get(t.name):
             graded = f"{sum(d.differentiable)} of {len(d.writes)}"
             yield f"  ; carries a gradient: {graded} results; keeps {show_bytes(d.kept)}"
+    if program.plan.peak:
+        slots, peak = program.plan.slots, show_bytes(program.plan.peak)
+        yield f"; plan: {slots} weight slot{'s' * (slots > 1)}, peak {peak}"
     for layer in program.layers:
         flags = "keep " * (layer.name in program.plan.keep) + "spill" * (layer.name in program.plan.spill)
         sizes = f" sizes {', '.join(map(str, layer.ints))}" if layer.ints else ""

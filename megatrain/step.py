@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatrain.capture import Call
 from megatrain.runtime import Frame
+from megatrain.watching import transformed
 
 if TYPE_CHECKING:
     from megatrain.compiled import Compiled, Made
@@ -80,6 +81,11 @@ class Running:
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         c, frame = self.compiled, self.frame
+        if transformed() or any(map(batched, grads)):
+            raise RuntimeError(
+                "vmap over the backward of a compiled model (is_grads_batched=True) is not supported\n"
+                "call the model and backward once for each, or use an eager copy: copy.deepcopy(model)"
+            )
         if not frame.values and not frame.spilled:
             raise RuntimeError(
                 "backward through the same forward a second time: its values are gone\n"
@@ -139,6 +145,11 @@ class Running:
         return out
 
 
+def batched(g: Tensor | None) -> bool:
+    """Whether vmap, the new one or autograd's own, has wrapped the tensor."""
+    return g is not None and "Batched" in repr(torch._C._dispatch_keys(g))  # autograd's own key has no public name
+
+
 class Step(torch.autograd.Function):
     """A call of a compiled model as autograd sees it: its parameters and inputs in, its results out."""
 
@@ -152,4 +163,6 @@ class Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return (None, *ctx.step.backward(grads))
+        step: Running = ctx.step
+        with step.compiled.lock:
+            return (None, *step.backward(grads))

@@ -1,235 +1,20 @@
-"""Host state: flat page-aligned planes in which a model's parameters and buffers live, each with a storage of its own.
+"""Host state: the planes in which a model's parameters and buffers live, each tensor with a storage of its own.
 
-A plane *is* the parameters' memory and the transfer buffer; there is no second copy.  Its layout says where each tensor
-lies, for the host tensors and for the views of a device slot that a whole plane was copied into.
+A plane *is* the parameters' memory and the transfer buffer; there is no second copy.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
-import warnings
-import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import chain
-from math import prod
 from operator import is_
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-ALIGN = 256
-"""Bytes; where an entry of a plane may begin.  A multiple of every itemsize and of what vector loads and DMA like."""
-
-PAGE = 4096
-"""Bytes; a plane is a whole number of pages, so that no two planes share one and each can be registered by itself."""
-
-REGISTER_BYTES = 64 << 30
-"""The most that one cudaHostRegister takes: one registration over 512 GiB fails."""
-
-Spec = tuple[str, torch.dtype, Sequence[int]] | tuple[str, torch.dtype, Sequence[int], Sequence[int]]
-"""(name, dtype, shape) or (name, dtype, shape, stride in elements) of a tensor to lay out."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor of a plane, `offset` bytes from its start.  `stride` (elements) is empty for the contiguous."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-    stride: tuple[int, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        return self.stride or contiguous_stride(self.shape)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where the tensors of a plane lie, and the plane's bytes."""
-
-    entries: tuple[Entry, ...] = ()
-    bytes: int = 0
-
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """One view an entry of `flat`, a contiguous uint8 tensor of at least `bytes` bytes on any device (a slot).
-        The views share its storage and have the entry's dtype, shape and stride."""
-        return [flat[e.offset : e.offset + e.nbytes].view(e.dtype).as_strided(e.shape, e.strides) for e in self.entries]
-
-
-def layout_of(specs: Iterable[Spec]) -> Layout:
-    """Lay tensors out one after the other, each on an ALIGN boundary, the total a multiple of PAGE (0 for none).  A
-    stride, where given, must be dense: the plane holds no gaps."""
-    entries: list[Entry] = []
-    end = 0
-    for name, dtype, shape, *rest in specs:
-        stride = tuple(rest[0]) if rest else ()
-        if stride == contiguous_stride(shape):
-            stride = ()
-        offset = round_up(end, ALIGN)
-        entries.append(Entry(name, dtype, tuple(shape), offset, stride))
-        end = offset + entries[-1].nbytes
-    return Layout(tuple(entries), round_up(end, PAGE))
-
-
-def round_up(n: int, step: int) -> int:
-    return -(-n // step) * step
-
-
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """The stride in elements that torch gives a new tensor of this shape."""
-    stride: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(stride))
-
-
-def dense_stride(t: Tensor) -> tuple[int, ...]:
-    """The tensor's own stride if its elements fill a block of memory without gaps or overlap (channels_last does), else
-    the contiguous one."""
-    step = 1
-    for stride, size in sorted((st, n) for st, n in zip(t.stride(), t.shape, strict=True) if n != 1):
-        if stride != step:
-            return contiguous_stride(t.shape)
-        step *= size
-    return t.stride()
-
-
-class HostBuffer:
-    """`bytes` bytes of zeroed, page-aligned host memory; pages are taken at the first touch, or all at once if pinned.
-
-    The memory lives as long as this object or any tensor over it, and stays registered with CUDA exactly as long.  Who
-    copies on a stream must have those copies finished before letting go of both.  A forked child has a copy of its own,
-    as of any tensor.
-    """
-
-    flat: Tensor
-    """uint8 [bytes]: the whole buffer, for copies of the whole plane.  Not counted as a lease."""
-
-    pinned: bool
-    """Whether CUDA has it registered.  False where that was asked for and refused: a warning said so."""
-
-    def __init__(self, bytes: int, pin: bool = False) -> None:
-        self.bytes = bytes
-        self._memory = anonymous_memory(bytes)
-        self.flat = torch.from_numpy(self._memory)
-        self.pinned = pin and bytes > 0 and register(self._memory)
-
-    def lease(self) -> memoryview:
-        """A new view of the memory.  Tensors built over it hold it alive, and so does whatever shares their storage
-        (`.grad`, `detach()`, numpy views): once a weak reference to it is dead, nobody uses them any more."""
-        return self._memory.data
-
-    def tensors(self, layout: Layout, lease: memoryview | None = None) -> list[Tensor]:
-        """One tensor an entry over this memory, each with a storage of exactly its own bytes, so that saving one writes
-        no more than that.  An entry without elements is an ordinary empty tensor.  They hold `lease` alive."""
-        assert layout.bytes <= self.bytes, f"a layout of {layout.bytes} bytes in a buffer of {self.bytes}"
-        view = self.lease() if lease is None else lease
-        return [host_tensor(view, e) for e in layout.entries]
-
-
-def host_tensor(memory: memoryview, e: Entry) -> Tensor:
-    """The tensor of entry `e`, whose storage is its part of `memory` and holds `memory` alive."""
-    out = torch.empty(0, dtype=e.dtype)
-    if not e.nbytes:
-        return out.resize_(e.shape)
-    part = torch.frombuffer(memory, dtype=torch.uint8, count=e.nbytes, offset=e.offset)
-    return out.set_(part.untyped_storage(), 0, e.shape, e.strides)  # type: ignore[call-overload]
-
-
-def anonymous_memory(bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Zeroed memory of the process's own (not shared with forked children), in huge pages where the system grants them:
-    they make the first touch, registering and streaming through it faster."""
-    if not bytes:
-        return np.empty(0, np.uint8)
-    memory = mmap.mmap(-1, bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(AttributeError, OSError):  # a system without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)
-
-
-def register(memory: np.ndarray[Any, np.dtype[np.uint8]]) -> bool:
-    """Pin `memory` until it is freed, in pieces of REGISTER_BYTES.  False, after the process's one warning, if the
-    system refuses; then nothing of it is pinned."""
-    start, end = memory.ctypes.data, memory.ctypes.data + memory.nbytes
-    pieces: list[int] = []
-    for piece in range(start, end, REGISTER_BYTES):
-        if not register_piece(piece, min(REGISTER_BYTES, end - piece)):
-            unregister(pieces, os.getpid(), None)
-            warn_pageable()
-            return False
-        pieces.append(piece)
-    weakref.finalize(memory, unregister, pieces, os.getpid(), memory.base).atexit = False
-    return True
-
-
-def register_piece(address: int, bytes: int) -> bool:
-    """Whether CUDA has pinned these bytes, for every device."""
-    if not torch.cuda.is_available():
-        return False
-    cudart: Any = torch.cuda.cudart()
-    if int(cudart.cudaHostRegister(address, bytes, 1)) == 0:  # 1: cudaHostRegisterPortable
-        return True
-    # The refusal is CUDA's "last error" now, and would be raised by whichever kernel is launched next: take it here.
-    with suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
-    return False
-
-
-def unregister(pieces: Sequence[int], pid: int, mapping: object) -> None:
-    """Undo `register`, in the process that registered; a forked child has no CUDA to tell.  `mapping` is the memory,
-    which is unmapped only after this call."""
-    for piece in pieces if os.getpid() == pid else ():
-        cudart: Any = torch.cuda.cudart()
-        cudart.cudaHostUnregister(piece)
-
-
-@cache
-def warn_pageable() -> None:
-    warnings.warn(
-        "megatrain: CUDA refused to pin host memory (WSL2, `ulimit -l` and containers limit it) and goes on with "
-        "pageable memory: results are the same, transfers are slower and do not overlap with compute",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-
-
-class GradientPlanes:
-    """Buffers for gradients, several a plane name if need be.
-
-    Gradients are given to autograd as views of a plane, and `.grad` adopts them.  If the user still holds them when the
-    next backward comes, that one's gradients must land elsewhere, or adding them up would add a gradient to itself.
-    """
-
-    def __init__(self, pin: bool = False) -> None:
-        self.pin = pin
-        self._made: dict[str, list[tuple[HostBuffer, weakref.ref[memoryview]]]] = {}
-
-    def take(self, name: str, layout: Layout) -> tuple[HostBuffer, list[Tensor]]:
-        """A buffer for `name` of at least `layout.bytes` that no live tensor uses, and fresh tensors over it, whose
-        values are whatever is there.  The buffer counts as used for as long as any of them (or an alias) lives: drop
-        the list when autograd has the tensors, also because autograd copies a gradient that somebody else holds.
-        Buffers are kept: a gradient copy still on its way never loses its memory."""
-        made = self._made.setdefault(name, [])
-        free = (i for i, (buffer, lease) in enumerate(made) if lease() is None and buffer.bytes >= layout.bytes)
-        at = next(free, len(made))
-        buffer = made[at][0] if at < len(made) else HostBuffer(layout.bytes, self.pin)
-        lease = buffer.lease()
-        made[at : at + 1] = [(buffer, weakref.ref(lease))]
-        return buffer, buffer.tensors(layout, lease)
+from megatrain.host import HostBuffer, Layout, dense_stride, layout_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,6 +40,17 @@ class Store:
     planes: dict[str, HostBuffer]
     layouts: dict[str, Layout]
     tree: Tree = field(default_factory=lambda: tree_of(nn.Module()), repr=False)
+
+    def substituted(self) -> bool:
+        """Whether plain tensors stand in the place of parameters, as inside `torch.func.functional_call`."""
+        objects = [held.get(key) for held, key in self.tree.held.values()]
+        if all(map(is_, objects, self.tree.objects)):
+            return False
+        pairs = zip(objects, self.tree.objects, strict=True)
+        return any(
+            isinstance(was, nn.Parameter) and isinstance(now, Tensor) and not isinstance(now, nn.Parameter)
+            for now, was in pairs
+        )
 
     def changed(self, model: nn.Module) -> str:
         """Empty while every module, parameter and buffer in `model` is the object it was when adopted, at the same
@@ -330,8 +126,9 @@ def adopt(model: nn.Module, planes: Mapping[str, Sequence[str]], pin: bool = Fal
     memory grows by one plane at a time, not by the model.  A tensor without gaps keeps its stride (channels_last), any
     other becomes contiguous.  A buffer that is a view of another tensor no longer is.
 
-    With `old`, the store of an earlier adoption, its planes are used again where the layout is the same, and what
-    already lies in its place is not copied; the user's other tensors over such a plane see the new values.
+    With `old`, the store of an earlier adoption, its planes are used again where the layout and the tensor objects are
+    the same, and what already lies in its place is not copied.  A plane of which a tensor was replaced is made anew:
+    the old tensor may be the user's still.
 
     Raises ValueError, before anything has moved, for a name that is not there or given twice, for a tensor on meta or
     not strided, and for two parameters that share memory without being one object.
@@ -342,7 +139,12 @@ def adopt(model: nn.Module, planes: Mapping[str, Sequence[str]], pin: bool = Fal
         plane: layout_of((name, t.dtype, t.shape, dense_stride(t)) for name, t in pairs)
         for plane, pairs in held.items()
     }
-    kept = {plane: old.planes[plane] for plane in planes if old.layouts.get(plane) == layouts[plane]}
+    kept = {
+        plane: old.planes[plane]
+        for plane in planes
+        if old.layouts.get(plane) == layouts[plane]
+        and not any(name in old.tree.tensors and old.tree.tensors[name] is not t for name, t in held[plane])
+    }
     settled = {
         id(t)
         for plane, buffer in kept.items()

@@ -101,7 +101,7 @@ def _measured(
     device = torch.device(program.device)
 
     def body(spec: BodySpec) -> Body:
-        return Body(spec, template.graph, needs, trains, planes, False, device, program.autocast)
+        return Body(spec, template.graph, needs, trains, planes, device, program.autocast)
 
     known = [*values, *weights]
     workspace: dict[str, int] = {}

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
+from megatrain.host import PAGE, HostBuffer
 from megatrain.lanes import StreamLanes
-from megatrain.store import PAGE, HostBuffer
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -112,7 +112,7 @@ def test_host_buffers_are_pinned_and_freed():
 
 
 def test_a_refused_registration_leaves_no_error_behind():
-    from megatrain.store import register_piece
+    from megatrain.host import register_piece
 
     buffer = HostBuffer(PAGE, pin=True)
     assert not register_piece(buffer.flat.data_ptr(), PAGE), "it is registered already"

@@ -207,7 +207,7 @@ def test_a_bad_source_gets_one_message(
         (("show", "cli_models:with_tuple", "--stage", "done"), 2, "argument --stage: invalid choice: 'done'"),
         (("show", "cli_models:with_tuple", "--batch", "0"), 2, "argument --batch: '0' is not a number of 1 or more"),
         (("show", "cli_models:with_tuple", "--memory", "3x"), 2, "memory='3x' is not a size: write it as '24GiB'"),
-        (("show", "cli_models:with_tuple", "--memory", "1KiB"), 1, "compile with memory='20KiB' or more"),
+        (("show", "cli_models:with_tuple", "--memory", "1KiB"), 1, "compile with memory='21KiB' or more"),
         (("show", "cli_models:branches"), 1, "cannot capture Branches.forward: "),
         (("diff", "nope.txt", "nope.txt"), 2, "nope.txt: No such file or directory: name a dump"),
     ],

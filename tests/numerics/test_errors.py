@@ -18,8 +18,6 @@ from megatrain.capture import CaptureError
 from megatrain.passes import BudgetError
 from megatrain.verify import VerifyError
 
-KNOWN = pytest.mark.xfail(reason="not refused clearly yet", strict=False)
-
 
 class Net(nn.Module):
     def __init__(self) -> None:
@@ -254,7 +252,6 @@ def selects(self: Any, x: Tensor) -> Tensor:
     return self[0](x)[x[:, 0] > 0]
 
 
-@KNOWN
 @pytest.mark.parametrize(
     "forward",
     [own_function, tensor_hook, reentrant, counts, remembers, pythons_random, selects],
@@ -279,7 +276,6 @@ class Writes(nn.Module):
         return self.layers[1](self.layers[0](y) + x)
 
 
-@KNOWN
 def test_writing_into_arguments_that_others_see() -> None:
     _, ours = twins(Writes)
     x = torch.randn(3, 4)
@@ -291,14 +287,12 @@ def test_writing_into_arguments_that_others_see() -> None:
         ours(torch.randn(3, 4, requires_grad=True) * 2, x)
 
 
-@KNOWN
 def test_sparse_gradients_are_refused() -> None:
     model = megatrain.compile(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)), device="cpu")
     with pytest.raises(CaptureError, match=r"sparse gradients are not supported"):
         model(torch.arange(4))
 
 
-@KNOWN
 def test_functional_calls_are_eager() -> None:
     eager, ours = twins(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     x = torch.randn(3, 4)
@@ -309,6 +303,31 @@ def test_functional_calls_are_eager() -> None:
         found.append([w.grad for w in weights.values()])
     assert all(map(torch.equal, *found))
     alike(eager, ours, lambda m: m(x).sum().backward())
+
+
+def test_functional_calls_leave_the_models_own_parameters() -> None:
+    eager, ours = twins(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    x = torch.randn(3, 4)
+    for model in (eager, ours):
+        model(x).sum().backward()
+        others: dict[str, Tensor] = {n: nn.Parameter(torch.zeros_like(p)) for n, p in model.named_parameters()}
+        assert not torch.func.functional_call(model, others, (x,)).any()
+    alike(eager, ours, lambda m: m(x).sum().backward())
+
+
+def test_backward_under_vmap() -> None:
+    model = megatrain.compile(nn.Sequential(nn.Linear(4, 4)), device="cpu")
+    x = torch.randn(3, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"^vmap over the backward of a compiled model .* is not supported\n"):
+        torch.autograd.grad(model(x), x, torch.eye(12).reshape(12, 3, 4), is_grads_batched=True)
+
+
+def test_attributes_that_forward_does_not_read() -> None:
+    model = megatrain.compile(Net(), device="cpu")
+    for i in range(20):  # more often than a model may be captured
+        model.seen = i  # type: ignore[assignment]
+        model(IDS)
+    assert len(model.__dict__["_megatrain"].captures) == 1
 
 
 def test_interrupted_in_a_body() -> None:

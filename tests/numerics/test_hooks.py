@@ -11,8 +11,6 @@ from twins import MODES, alike, twins
 
 from megatrain.capture import CaptureError
 
-KNOWN = pytest.mark.xfail(reason="not refused yet", strict=False)
-
 
 class Block(nn.Module):
     def __init__(self) -> None:
@@ -197,7 +195,6 @@ def test_children_called_directly() -> None:
     alike(eager, ours, lambda m: m.layers[0](torch.randn(6, 8))["out"].sum().backward())
 
 
-@KNOWN
 def test_hooks_on_all_modules_are_refused() -> None:
     _, ours = twins(Net)
     step(ours)

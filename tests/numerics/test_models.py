@@ -132,7 +132,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, torch.dtype], di
 NEVER_SPILLS = ("t5", "lstm")
 """No budget makes the plan spill here: the peak is at the first layer's backward, where spilling saves nothing."""
 
-SCRATCH = ("lstm-torch.float32",)
+SCRATCH = ("lstm-torch.float32", "lstm-torch.bfloat16")
 """oneDNN's LSTM keeps a workspace whose size it tells nobody beforehand, so that the planned peak is too low."""
 
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from megatrain import store
-from megatrain.store import ALIGN, PAGE, GradientPlanes, HostBuffer, adopt, layout_of
+from megatrain import host
+from megatrain.host import ALIGN, PAGE, GradientPlanes, HostBuffer, layout_of
+from megatrain.store import adopt
 
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.complex64, torch.complex128,
@@ -68,7 +69,7 @@ def test_layout(specs):
 
 
 def test_layout_of_nothing():
-    assert layout_of([]) == store.Layout((), 0)
+    assert layout_of([]) == host.Layout((), 0)
     assert HostBuffer(0).tensors(layout_of([])) == []
 
 
@@ -115,7 +116,7 @@ def test_forked_child_does_not_write_into_the_parent():
 def test_refused_pinning_warns_once():
     if torch.cuda.is_available():
         pytest.skip("pinning is not refused here")
-    store.warn_pageable.cache_clear()
+    host.warn_pageable.cache_clear()
     with pytest.warns(RuntimeWarning, match="refused to pin"):
         buffer = HostBuffer(PAGE, pin=True)
     assert not buffer.pinned
@@ -129,8 +130,8 @@ def test_pieces_are_unregistered_when_the_memory_goes(monkeypatch):
         def cudaHostUnregister(self, address):
             registered[:] = [piece for piece in registered if piece[0] != address]
 
-    monkeypatch.setattr(store, "REGISTER_BYTES", 2 * PAGE)
-    monkeypatch.setattr(store, "register_piece", lambda *piece: registered.append(piece) or True)
+    monkeypatch.setattr(host, "REGISTER_BYTES", 2 * PAGE)
+    monkeypatch.setattr(host, "register_piece", lambda *piece: registered.append(piece) or True)
     monkeypatch.setattr(torch.cuda, "cudart", Cudart)
     buffer = HostBuffer(5 * PAGE, pin=True)
     (t,) = buffer.tensors(layout_of([("w", torch.float32, (8,))]))
@@ -295,10 +296,26 @@ def test_adopting_again_moves_only_what_left():
     x, y = a.weight.detach().clone(), b.weight.detach().clone()
     addresses = [p.data_ptr() for p in model.parameters()]
     a.weight.data, b.weight.data = b.weight.data, a.weight.data  # swapped, in the planes
+    assert s.changed(model) == "0.weight was given other memory"
+    again = adopt(model, planes, old=s)
+    assert again.planes == s.planes and [p.data_ptr() for p in model.parameters()] == addresses
+    assert torch.equal(a.weight, y) and torch.equal(b.weight, x)
+    assert again.changed(model) == ""
+
+
+def test_a_replaced_parameter_keeps_its_memory():
+    a, b = nn.Linear(3, 3), nn.Linear(3, 3)
+    model = nn.Sequential(a, b)
+    planes = {f"layers.{i}.w": [f"{i}.weight", f"{i}.bias"] for i in range(2)}
+    s = adopt(model, planes)
+    bias, before = a.bias, a.bias.detach().clone()
+    x, y = a.weight.detach().clone(), b.weight.detach().clone()
+    a.weight.data, b.weight.data = b.weight.data, a.weight.data  # swapped, in the planes
     a.bias = nn.Parameter(torch.full((3,), 5.0))
     assert s.changed(model) == "0.bias was replaced"
     again = adopt(model, planes, old=s)
-    assert again.planes == s.planes and [p.data_ptr() for p in model.parameters()] == addresses
+    assert again.planes["layers.1.w"] is s.planes["layers.1.w"]
+    assert torch.equal(bias, before)
     assert torch.equal(a.weight, y) and torch.equal(b.weight, x) and a.bias.tolist() == [5] * 3
     assert again.changed(model) == ""
 

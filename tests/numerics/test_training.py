@@ -20,8 +20,6 @@ import megatrain
 
 WORDS = 29
 
-KNOWN = pytest.mark.xfail(reason="differs from eager yet", strict=False)
-
 
 class Block(nn.Module):
     def __init__(self, width: int, dropout: float) -> None:
@@ -464,7 +462,6 @@ def test_what_is_done_with_results(mode: str) -> None:
         alike(eager, ours, do)
 
 
-@KNOWN
 def test_frozen_layers_with_dropout(mode: str) -> None:
     """A random body without a backward has no generator state to record."""
     eager, ours = twins(lambda: Net(dropout=0.2), mode)
@@ -474,7 +471,6 @@ def test_frozen_layers_with_dropout(mode: str) -> None:
     alike(eager, ours, lambda m: loss(m).backward())
 
 
-@KNOWN
 def test_evaluated_in_several_threads() -> None:
     eager, ours = twins(Net)
     expected = eager(ids())["logits"].detach()

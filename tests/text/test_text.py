@@ -33,15 +33,15 @@ fwd2     compute   block.fwd(x2, w0)        -> x3           after fetch2        
 backward
 grads dx3 f32[8,1024]
 input_grads dx0
-refetch2 prefetch  layers.2.w               -> w0           after prev(w0), prev(layers.2.w)          ;    4.1 MiB
-refetch1 prefetch  layers.1.w               -> w1           after prev(w1), prev(layers.1.w)          ;    4.1 MiB
+refetch2 prefetch  layers.2.w               -> w0           after prev(w0), prev(layers.2.w)          ;    4.2 MiB
+refetch1 prefetch  layers.1.w               -> w1           after prev(w1), prev(layers.1.w)          ;    4.2 MiB
 bwd2     compute   block.bwd(x2, w0, dx3)   -> dx2, g0      after refetch2, prev(g0)                  ;    4.3 MiB
 refetch0 prefetch  layers.0.w               -> w0           after bwd2, prev(layers.0.w)              ;    4.1 MiB
 grad2    offload   g0                       -> layers.2.dw  after bwd2, prev(layers.2.dw)             ;    4.1 MiB
 bwd1     compute   block.bwd(x1, w1, dx2)   -> dx1, g1      after refetch1, prev(g1)                  ;    4.3 MiB
 grad1    offload   g1                       -> layers.1.dw  after bwd1, prev(layers.1.dw)             ;    4.1 MiB
-bwd0     compute   block.bwd(x0, w0, dx1)   -> dx0, g0      after refetch0, grad2                     ;    4.2 MiB
-grad0    offload   g0                       -> layers.0.dw  after bwd0, prev(layers.0.dw)             ;    4.0 MiB
+bwd0     compute   block.bwd(x0, w0, dx1)   -> dx0, g0      after refetch0, grad2                     ;    4.3 MiB
+grad0    offload   g0                       -> layers.0.dw  after bwd0, prev(layers.0.dw)             ;    4.1 MiB
 update
 upd0     update    adamw(layers.0.dw)       -> layers.0.w   after prev(layers.0.dw), prev(layers.0.w) ;    4.0 MiB
 upd1     update    adamw(layers.1.dw)       -> layers.1.w   after prev(layers.1.dw), prev(layers.1.w) ;    4.0 MiB
