@@ -81,7 +81,8 @@ def schedule(model: nn.Module, kind: str = "train") -> Schedule:
         raise ValueError(f"kind={kind!r}: use 'train' or 'eval'")
     if kind not in state.schedules:
         raise ValueError(f"no {kind} schedule yet: call the model once, or compile it with example=")
-    return state.schedules[kind]
+    found = state.schedules[kind]
+    return found.replace(update=state.updates.half) if kind == "train" else found
 
 
 def stats(model: nn.Module) -> Stats:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from megatrain import settings
 from megatrain.bodies import Body
 from megatrain.capture import Call, Capture, CaptureError, bind_sizes, capture, mode_key, module_key
+from megatrain.deferred import HOMES, Home, Updates, quiet
 from megatrain.host import HostBuffer
 from megatrain.lanes import Lanes
 from megatrain.liveness import peak
@@ -89,8 +92,12 @@ class Compiled:
         self.captures: dict[Any, list[Made]] = {}
         self.reasons: list[str] = []
         self.schedules: dict[str, Schedule] = {}
+        """The last schedule run, by kind; see `ran`."""
         self.warned: set[str] = set()
         self.lock = threading.RLock()
+        self.updates = Updates(self.runtime)
+        forget = weakref.ref(self.updates)
+        os.register_at_fork(before=lambda: (u := forget()) and u.settle_all())
         self.adopted(model)
 
     def __deepcopy__(self, memo: Any) -> None:
@@ -101,6 +108,7 @@ class Compiled:
 
     def adopted(self, model: nn.Module) -> None:
         """Lays out the host planes and forgets what was captured."""
+        self.updates.settle_all()
         for name, p in model.named_parameters():
             if p.device not in (torch.device("cpu"), torch.device("meta"), self.device):
                 raise ValueError(
@@ -111,6 +119,10 @@ class Compiled:
         self.layers = layer_of(model)
         self.runtime.store = adopt(model, self.planes, self.runtime.pin, self.runtime.store)
         self.tensors, self.names = tensors_of(model)
+        for plane, names in self.planes.items():
+            for name in names:
+                if isinstance(t := self.tensors[name], nn.Parameter):
+                    HOMES[t] = Home(weakref.ref(self.updates), plane, name)
         self.captures.clear()
 
     # -- one call ---------------------------------------------------------------------------------------------------
@@ -150,7 +162,8 @@ class Compiled:
         extra = wants and any(f.values for f in self.runtime.frames)
         executable = self.executable(made, call, sizes, extra, ())
         frame = self.runtime.frame(executable)
-        step = Running(self, made, call, sizes, extra, frame)
+        with quiet():
+            step = Running(self, made, call, sizes, extra, frame)
         if wants:
             tensors = [*step.parameters.values(), *(call.tensors[t] for t in step.inputs.values())]
             results = Step.apply(step, *tensors)
@@ -160,12 +173,17 @@ class Compiled:
         structure = made.capture.structure
         return structure.rebuild(list(results), call.tensors, self.tensors, sizes)
 
+    def ran(self, kind: str, schedule: Schedule) -> None:
+        self.schedules[kind] = schedule
+        if kind == "train":
+            self.updates.train(schedule)
+
     def prepare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Schedule:
         """Captures and schedules a call with these arguments, without running it."""
         call = Call(self.signature, args, kwargs)
         made, sizes = self.captured(model, call)
         s = self.executable(made, call, sizes, False, ()).schedule
-        self.schedules["train" if s.backward else "eval"] = s
+        self.ran("train" if s.backward else "eval", s)
         return s
 
     def current_stats(self) -> Stats:
@@ -180,6 +198,7 @@ class Compiled:
 
     def eager(self, call: Call) -> Any:
         """The call as it would be without the compiler, on the host weights."""
+        self.updates.settle_all()
         args, kwargs = call.arguments([t.to("cpu") for t in call.tensors.values()])
         result = self.forward(*args, **kwargs)
         return pytree.tree_map(lambda x: x.to(self.device) if isinstance(x, Tensor) else x, result)
@@ -195,7 +214,8 @@ class Compiled:
 
     def captured(self, model: nn.Module, call: Call) -> tuple[Made, dict[sympy.Symbol, int]]:
         """A capture whose key and guards this call meets, made now if there is none."""
-        key = (call.key, mode_key(), module_key(model))
+        with quiet():
+            key = (call.key, mode_key(), module_key(model))
         shapes = tuple(t.shape for t in call.tensors.values())
         changed = ""
         for made in self.captures.get(key, []):
@@ -240,6 +260,7 @@ class Compiled:
                 )
 
     def capture(self, model: nn.Module, call: Call, distinct: bool = True) -> Made:
+        self.updates.settle_all()
         found = capture(model, self.forward, call, self.device, self.names, distinct)
         constants = {name: t.contiguous() for name, t in found.constants.items()}
         tensors = self.tensors | constants

@@ -62,6 +62,18 @@ def emitted(program: Program) -> tuple[Schedule, dict[str, BodySpec]]:
     return place_waits(schedule), e.specs
 
 
+def update_ops(schedule: Schedule, planes: Sequence[str], rule: str) -> tuple[Op, ...]:
+    """The update half for these weight planes, in the order in which the forward fetches them; others come last."""
+    fetches = [op for op in schedule.forward if op.verb == "prefetch"]
+    fetched = {op.reads[0]: op.label.replace("fetch", "upd", 1) for op in reversed(fetches)}
+    known = [p for p in dict.fromkeys(op.reads[0] for op in fetches) if p in planes]
+    ops: list[Op] = []
+    for plane in [*known, *(p for p in planes if p not in known)]:
+        label = fetched.get(plane, f"upd_{plane.removesuffix('.w').replace('.', '_')}")
+        ops.append(Op(label, "update", (f"{plane.removesuffix('.w')}.dw",), (plane,), rule))
+    return place_waits(Schedule(update=tuple(ops))).update
+
+
 def spilled_values(program: Program) -> dict[str, str]:
     """Value -> host plane (`layers.3.x`), for what waits on the host between forward and backward: the inputs of
     layers in `plan.spill` that the layer before makes and no other reads, that are contiguous and not the caller's."""

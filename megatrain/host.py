@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
@@ -15,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -130,6 +132,11 @@ class HostBuffer:
         (`.grad`, `detach()`, numpy views): once a weak reference to it is dead, nobody uses them any more."""
         return self._memory.data
 
+    def array(self, e: Entry) -> np.ndarray[Any, Any]:
+        """The memory of entry `e`, flat; bf16 as uint16.  Not counted as a lease, and no tensor's storage."""
+        part = self._memory[e.offset : e.offset + e.nbytes]
+        return part.view(np.uint16 if e.dtype == torch.bfloat16 else torch.empty(0, dtype=e.dtype).numpy().dtype)
+
     def tensors(self, layout: Layout, lease: memoryview | None = None) -> list[Tensor]:
         """One tensor an entry over this memory, each with a storage of exactly its own bytes, so that saving one writes
         no more than that.  An entry without elements is an ordinary empty tensor.  They hold `lease` alive."""
@@ -156,6 +163,20 @@ def anonymous_memory(bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     with suppress(AttributeError, OSError):  # a system without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
+
+
+def available() -> int:
+    """Bytes of host memory that can still be taken, by the system and by the container's limit."""
+    found = [sys.maxsize]
+    with suppress(OSError, ValueError):
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        found.append(int(lines["MemAvailable"].split()[0]) * 1024)
+    group = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):  # "max" where there is no limit
+        limit, used = (int((group / f"memory.{what}").read_text()) for what in ("max", "current"))
+        cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        found.append(limit - used + int(cached["inactive_file"]))
+    return max(0, min(found))
 
 
 def register(memory: np.ndarray[Any, np.dtype[np.uint8]]) -> bool:
@@ -202,6 +223,12 @@ def warn_pageable() -> None:
         RuntimeWarning,
         stacklevel=2,
     )
+
+
+def flat(t: Tensor) -> np.ndarray[Any, Any]:
+    """A dense tensor as an array of its memory; bf16 as uint16."""
+    t = t.detach().as_strided((t.numel(),), (1,))
+    return t.view(torch.int16).numpy().view(np.uint16) if t.dtype == torch.bfloat16 else t.numpy()
 
 
 class GradientPlanes:

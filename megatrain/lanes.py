@@ -68,10 +68,12 @@ class Lanes(Protocol):
         """A half starts."""
         ...
 
-    def issue(self, lane: str, label: str, work: Callable[[], object], waits: Sequence[Ticket] = ()) -> Ticket:
+    def issue(
+        self, lane: str, label: str, work: Callable[[], object], waits: Sequence[Ticket] = (), always: bool = False
+    ) -> Ticket:
         """Have `work` run on `lane` after all that was issued there before and after all ops of `waits`.  An exception
         in it is kept for `finish`; all work not begun by then, on every lane, is skipped until `finish` has raised it.
-        """
+        With `always` (on the host lane), work is never skipped: an update of which others have been done already."""
         ...
 
     def finish(self, lanes: Iterable[str] = ALL) -> None:
@@ -130,8 +132,10 @@ class InlineLanes:
     def begin(self) -> None:
         pass
 
-    def issue(self, lane: str, label: str, work: Callable[[], object], waits: Sequence[Ticket] = ()) -> Ticket:
-        if self._fault:
+    def issue(
+        self, lane: str, label: str, work: Callable[[], object], waits: Sequence[Ticket] = (), always: bool = False
+    ) -> Ticket:
+        if self._fault and not always:
             return Ticket(lane, label)
         start = time.perf_counter()
         try:
@@ -159,6 +163,7 @@ class Item(NamedTuple):
     done: threading.Event
     delay: Delay | None
     trace: list[Span] | None
+    always: bool = False
 
 
 class Crew:
@@ -206,7 +211,7 @@ def serve_one(item: Item | None, fault: Fault) -> bool:
     try:
         for ticket in item.waits:
             ticket.wait()
-        if not fault:
+        if item.always or not fault:
             run_item(item)
     except BaseException as error:
         fault.record(error, item.label)
@@ -248,9 +253,11 @@ class ThreadLanes:
     def begin(self) -> None:
         pass
 
-    def issue(self, lane: str, label: str, work: Callable[[], object], waits: Sequence[Ticket] = ()) -> Ticket:
+    def issue(
+        self, lane: str, label: str, work: Callable[[], object], waits: Sequence[Ticket] = (), always: bool = False
+    ) -> Ticket:
         done = threading.Event()
-        self.crew.put(Item(lane, label, work, tuple(waits), done, self.delay, self.trace))
+        self.crew.put(Item(lane, label, work, tuple(waits), done, self.delay, self.trace, always))
         return Ticket(lane, label, done)
 
     def finish(self, lanes: Iterable[str] = ALL) -> None:
@@ -305,10 +312,12 @@ class StreamLanes:
             stream.wait_event(self._last["compute"])
         self._streams["compute"] = stream
 
-    def issue(self, lane: str, label: str, work: Callable[[], object], waits: Sequence[Ticket] = ()) -> Ticket:
+    def issue(
+        self, lane: str, label: str, work: Callable[[], object], waits: Sequence[Ticket] = (), always: bool = False
+    ) -> Ticket:
         if lane == "host":
             self._host.delay, self._host.trace = self.delay, self.trace
-            return self._host.issue(lane, label, work, waits)
+            return self._host.issue(lane, label, work, waits, always)
         stream = self._streams[lane]
         for ticket in waits:
             if isinstance(ticket.done, torch.cuda.Event):

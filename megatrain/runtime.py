@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -122,6 +122,11 @@ class Runtime:
         self.last: dict[str, dict[str, Ticket]] = {}
         self.frames: weakref.WeakSet[Frame] = weakref.WeakSet()
         self.free: dict[int, list[HostBuffer]] = {}
+        self.lines: dict[str, str] = {}
+        """The line of every op that may still run, by label, for errors."""
+        lanes.describe = lambda label: f"in {self.lines[label].strip()}"
+        self.norms: dict[str, Tensor] = {}
+        """Weight plane -> the norms of its parameters' gradients, f32 on the device, of the last backward."""
         self.measure = False
         self.peak = 0
 
@@ -131,7 +136,7 @@ class Runtime:
         e = frame.executable
         self.claim(e.schedule)
         lanes = self.lanes
-        lanes.describe = lambda label: f"in {e.steps[label].line.strip()}"
+        self.lines |= {op.label: e.steps[op.label].line for op in getattr(e.schedule, half)}
         lanes.begin()
         tickets: dict[str, Ticket] = {}
         try:
@@ -146,6 +151,19 @@ class Runtime:
             lanes.cancel()
             raise
         lanes.finish(("h2d", "d2h") if self.device.type == "cuda" else ("h2d", "compute", "d2h"))
+
+    def update(self, ops: Sequence[Op], work: Mapping[str, Callable[[], None]]) -> dict[str, Ticket]:
+        """Issues the update half, and returns without waiting; `work` gives what each op does, by label.  Tickets by
+        the weight plane that is written."""
+        found: dict[str, Ticket] = {}
+        for op in ops:
+            self.lines[op.label] = show_op(op)
+            waits = [t for wait in op.after for t in self.resolved(wait, op, {})]
+            ticket = self.lanes.issue(op.lane, op.label, work[op.label], waits, always=True)
+            for name in op.touches:
+                self.last.setdefault(name, {})[op.lane] = ticket
+            found[op.writes[0]] = ticket
+        return found
 
     def resolved(self, wait: str, op: Op, tickets: Mapping[str, Ticket]) -> Sequence[Ticket]:
         """The ops that a wait stands for: one label, or the last users of a name on the other lanes."""
@@ -227,6 +245,18 @@ class Runtime:
                 name, place = places[j]
                 place.copy_(g)
                 frame.defined.add(name)
+        self.note_norms(frame.executable, spec, step.planes, targets)
+
+    def note_norms(self, e: Executable, spec: BodySpec, planes: Sequence[str], slots: Sequence[str]) -> None:
+        """Norms of the gradients in slots that a backward has just written, in the order of their layout.  Of a sum of
+        several layers' gradients the last note holds."""
+        for p, slot in zip(spec.trains, slots, strict=True):
+            views = e.grad_layouts[planes[p]].views(self.slots[slot])
+            self.norms.pop(planes[p], None)
+            if not all(v.dtype in (torch.float32, torch.bfloat16, torch.float16) for v in views):
+                continue
+            with torch.no_grad():
+                self.norms[planes[p]] = torch.stack(torch._foreach_norm(views, 2, torch.float32))
 
     def grad_views(
         self, e: Executable, spec: BodySpec, planes: Sequence[str], slots: Sequence[str]

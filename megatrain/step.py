@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.capture import Call
+from megatrain.deferred import quiet
 from megatrain.runtime import Frame
 from megatrain.watching import transformed
 
@@ -52,7 +53,7 @@ class Running:
             elif i.kind == "state":
                 frame.values[i.name] = c.tensors[i.target].detach().to(c.device, copy=True)
         s = frame.executable.schedule
-        c.schedules["train" if s.backward else "eval"] = s
+        c.ran("train" if s.backward else "eval", s)
         try:
             c.runtime.run("forward", frame)
         except BaseException:
@@ -81,6 +82,7 @@ class Running:
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         c, frame = self.compiled, self.frame
+        c.updates.settle_gradients()
         if transformed() or any(map(batched, grads)):
             raise RuntimeError(
                 "vmap over the backward of a compiled model (is_grads_batched=True) is not supported\n"
@@ -97,7 +99,8 @@ class Running:
                 "again\n"
                 "call backward before the change, or the model again after it"
             )
-        changed = [n for n, v in self.versions.items() if c.tensors[n]._version != v]
+        with quiet():
+            changed = [n for n, v in self.versions.items() if c.tensors[n]._version != v]
         if changed or any(t._version != v for t, v in self.outputs):
             what = changed[0] if changed else "a result of the model"
             raise RuntimeError(
@@ -115,8 +118,8 @@ class Running:
         if all(f or not d for f, d in zip(flags, self.differentiable(), strict=True)):
             executable = frame.executable
         frame.executable = executable
-        c.schedules["train"] = executable.schedule
         s = executable.schedule
+        c.ran("train", s)
         for v in s.grads:
             output = v.name[1:].removesuffix("_given")
             g = grads[s.outputs.index(output)]
@@ -132,8 +135,10 @@ class Running:
             inputs = {n[1:]: frame.values.get(n) for n in s.input_grads}
             by_name: dict[str, Tensor] = {}
             for target, (_, tensors) in frame.grads.items():
-                entries = executable.grad_layouts[f"{target.removesuffix('.dw')}.w"].entries
-                by_name |= {e.name: t for e, t in zip(entries, tensors, strict=True) if e.name in frame.defined}
+                plane = f"{target.removesuffix('.dw')}.w"
+                names = [e.name for e in executable.grad_layouts[plane].entries]
+                c.updates.note(plane, [t if n in frame.defined else None for n, t in zip(names, tensors, strict=True)])
+                by_name |= {n: t for n, t in zip(names, tensors, strict=True) if n in frame.defined}
         finally:
             frame.values.clear()
             frame.spilled.clear()

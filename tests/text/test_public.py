@@ -41,17 +41,22 @@ def imported(path: Path) -> set[str]:
 
 def test_the_public_names_are_these() -> None:
     assert sorted(megatrain.__all__) == [
+        "AdamW",
         "DEFAULT_PASSES",
+        "Lion",
         "Op",
         "Pass",
         "Program",
+        "SGD",
         "Schedule",
+        "clip_grad_norm_",
         "compile",
         "parse",
         "place_waits",
         "schedule",
         "show",
         "stats",
+        "synchronize",
         "verify",
     ]
     assert all(hasattr(megatrain, name) for name in megatrain.__all__)

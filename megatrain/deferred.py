@@ -1,0 +1,250 @@
+"""Updates that run after `step()` has returned, and the guard by which whoever touches a parameter waits for its own.
+
+While the update of a plane is due, its parameters have, in place, the class `Guarded`: the first access to one of
+them, of whatever kind, waits for that plane's update and makes them ordinary parameters again.  So nobody reads a
+half-updated weight, and nobody waits for more than is needed.  The access that the guard cannot see is one through an
+alias made before (a numpy array, `detach()`, a held state_dict): `aliased` tells of it, and such a plane is settled at
+once.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from megatrain.emission import update_ops
+from megatrain.lanes import Ticket
+from megatrain.schedule import Op, Schedule
+
+if TYPE_CHECKING:
+    from megatrain.runtime import Runtime
+
+
+def quiet() -> AbstractContextManager[None]:
+    """Inside, guards see nothing: for code that knows what is due."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+@dataclass(frozen=True, eq=False)
+class Home:
+    """Where a parameter lives: a dotted name in a plane of a compiled model."""
+
+    updates: weakref.ref[Updates]
+    plane: str
+    name: str
+
+
+HOMES: MutableMapping[Tensor, Home] = WeakTensorKeyDictionary()
+"""The home of every parameter of a compiled model.  A registry, because an attribute would be pickled with it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Due:
+    """An update that may still be running, of these parameters."""
+
+    ticket: Ticket
+    parameters: Sequence[nn.Parameter]
+
+
+@dataclass(frozen=True, eq=False)
+class Factor:
+    """What the gradients of these parameters are to be multiplied by, when they are next looked at or used."""
+
+    value: np.float32
+    parameters: Sequence[nn.Parameter]
+
+
+class Updates:
+    """What is due on the planes of one compiled model, and what its last backward noted of the gradients."""
+
+    def __init__(self, runtime: Runtime):
+        self.runtime = runtime
+        self.due: dict[str, Due] = {}
+        self.factors: dict[str, Factor] = {}
+        self.lock = threading.Lock()
+        self.half: tuple[Op, ...] = ()
+        """The update half that was issued last."""
+        self.schedule = Schedule()
+        """The last training schedule, whose update half this is."""
+        self._norms: dict[int, tuple[Tensor, int, int]] = {}
+        self._read: dict[int, list[float]] = {}
+        self._ops: dict[tuple[str, ...], tuple[Op, ...]] = {}
+
+    def train(self, schedule: Schedule) -> None:
+        """`schedule` was run."""
+        if schedule is not self.schedule:
+            self.schedule = schedule
+            self._ops.clear()
+
+    def note(self, plane: str, gradients: Sequence[Tensor | None]) -> None:
+        """The backward has made the gradients of a plane, in the order of their layout (None: not this one)."""
+        norms = self.runtime.norms.get(plane)
+        for i, g in enumerate(gradients):
+            if g is not None and norms is not None:
+                self._norms[g.data_ptr()] = norms, i, g._version
+        self._read.clear()
+
+    def noted(self, gradient: Tensor) -> float | None:
+        """The square of the gradient's norm, if it is as the backward made it."""
+        norms, i, version = self._norms.get(gradient.data_ptr(), (None, 0, 0))
+        if norms is None or version != gradient._version:
+            return None
+        if id(norms) not in self._read:  # one copy for all planes
+            every = list({id(n): n for n, _, _ in self._norms.values()}.values())
+            values = iter(torch.cat(every).double().square().tolist())
+            self._read = {id(n): [next(values) for _ in range(n.numel())] for n in every}
+        return self._read[id(norms)][i]
+
+    def weight(self, home: Home) -> np.ndarray[Any, Any]:
+        """The parameter's memory, flat; bf16 as uint16."""
+        store = self.runtime.store
+        entry = next(e for e in store.layouts[home.plane].entries if e.name == home.name)
+        return store.planes[home.plane].array(entry)
+
+    def issue(self, works: Mapping[str, Callable[[], None]], rule: str) -> dict[str, Ticket]:
+        """Hands updates to the host lane, by weight plane, in the order in which the next forward needs them."""
+        planes = tuple(works)
+        if planes not in self._ops:
+            self._ops[planes] = update_ops(self.schedule, planes, rule)
+        ops = self.half = self._ops[planes]
+        return self.runtime.update(ops, {op.label: works[op.writes[0]] for op in ops})
+
+    def on_host(self, work: Callable[[], Any]) -> Any:
+        """What `work` returns, run on the host lane."""
+        found: list[Any] = []
+        self.runtime.lines["reading"] = "a gradient's norm"
+        self.runtime.lanes.issue("host", "reading", lambda: found.append(work()), always=True).wait()
+        self.runtime.lanes.finish(())
+        return found[0]
+
+    def defer(self, plane: str, ticket: Ticket, parameters: Sequence[nn.Parameter]) -> None:
+        """An update of `plane` was issued: guards its parameters.  One of another class than Parameter, or that
+        somebody else sees into, is waited for."""
+        self.due[plane] = Due(ticket, parameters)
+        with quiet():
+            if any(type(p) not in (nn.Parameter, Guarded) or aliased(p) for p in parameters):
+                self.settle(plane)
+                return
+            for p in parameters:
+                p.__class__ = Guarded
+
+    def settle(self, plane: str) -> None:
+        """Waits for the update of a plane, and multiplies its gradients by their factor.  Raises what failed on any
+        lane."""
+        due = self.due.get(plane)
+        if due is not None:
+            due.ticket.wait()
+        with self.lock:
+            factor = self.factors.pop(plane, None)
+            for p in factor.parameters if factor else ():
+                with quiet(), torch.no_grad():
+                    if p.grad is not None:
+                        p.grad.mul_(float(factor.value))  # type: ignore[union-attr]
+            for p in (*(due.parameters if due else ()), *(factor.parameters if factor else ())):
+                unguard(p)
+            if due is not None and self.due.get(plane) is due:
+                del self.due[plane]
+        if due is not None:
+            self.runtime.lanes.finish(())
+
+    def settle_all(self) -> None:
+        for plane in {*self.due, *self.factors}:
+            self.settle(plane)
+
+    def settle_gradients(self) -> None:
+        """Multiplies gradients by their factors: more are about to be added."""
+        for plane in list(self.factors):
+            self.settle(plane)
+
+    def scale(self, plane: str, factor: np.float32, parameters: Sequence[nn.Parameter]) -> None:
+        """Gradients are to be multiplied by `factor`: by the update, or when somebody looks."""
+        if plane in self.factors:
+            self.settle(plane)
+        self.factors[plane] = Factor(factor, parameters)
+        with quiet():
+            if any(type(p) not in (nn.Parameter, Guarded) for p in parameters):
+                self.settle(plane)
+                return
+            for p in parameters:
+                p.__class__ = Guarded
+
+    def factor(self, plane: str, p: nn.Parameter) -> np.float32:
+        """The factor that waits for a parameter's gradient."""
+        found = self.factors.get(plane)
+        return found.value if found and any(q is p for q in found.parameters) else np.float32(1)
+
+
+class Guarded(nn.Parameter):
+    """A parameter whose update is due.  Never made: a Parameter is given this class for a while."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with quiet():  # whether there is a gradient, and dropping it, are no business of the update's
+            free = (
+                func in METADATA or (func is SET_GRAD and args[1] is None) or (func is GET_GRAD and func(*args) is None)
+            )
+        for p in () if free else guarded((args, kwargs or {})):
+            release(p)
+        with quiet():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        release(self)
+        return nn.Parameter.__deepcopy__(self, memo)
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        release(self)
+        return nn.Parameter.__reduce_ex__(self, proto)
+
+
+GET_GRAD: Any = Tensor.grad.__get__  # type: ignore[attr-defined]
+SET_GRAD: Any = Tensor.grad.__set__  # type: ignore[attr-defined]
+FIELDS = "dtype device layout shape ndim requires_grad is_leaf _version is_cuda is_meta is_sparse is_quantized grad_fn"
+METHODS = "size stride dim numel element_size is_floating_point is_complex is_contiguous __hash__ __len__"
+METADATA: frozenset[Any] = frozenset(
+    [*(getattr(Tensor, n).__get__ for n in FIELDS.split()), *(getattr(Tensor, n) for n in METHODS.split())]
+)
+"""What can be asked of a parameter without waiting: nothing that an update changes."""
+
+
+def unguard(p: Any) -> None:
+    if type(p) is Guarded:
+        object.__setattr__(p, "__class__", nn.Parameter)
+
+
+def guarded(values: Any) -> Iterator[Guarded]:
+    """The guarded parameters among arguments."""
+    if isinstance(values, Guarded):
+        yield values
+    elif isinstance(values, (list, tuple, set)):
+        for value in values:  # pyright: ignore[reportUnknownVariableType]
+            yield from guarded(value)
+    elif isinstance(values, dict):
+        for value in values.values():  # pyright: ignore[reportUnknownVariableType]
+            yield from guarded(value)
+
+
+def release(p: Guarded) -> None:
+    """Waits for what is due on a parameter, which is an ordinary one afterwards."""
+    home = HOMES.get(p)
+    updates = home.updates() if home else None
+    if home and updates:
+        updates.settle(home.plane)
+    unguard(p)  # a copy, or nothing was due any more
+
+
+def aliased(p: Tensor) -> bool:
+    """Whether another tensor shares the parameter's storage."""
+    storage = p.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > 2  # the parameter and `storage`

@@ -1,0 +1,332 @@
+"""Optimizers whose state lives in flat host planes and whose updates run behind the training loop's back.
+
+bf16 parameters have an exact fp32 master in two bytes more (see `kernels`); fp32 parameters are stepped as they are.
+`step()` works out the numbers, hands one update a plane to the host lane and returns; the next forward's prefetch of a
+plane waits for its update, and so does whoever touches one of its parameters (see `deferred`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megatrain.clip import clip_factor, total_norm
+from megatrain.deferred import HOMES, Home, Updates, quiet
+from megatrain.host import HostBuffer, Spec, available, dense_stride, flat, layout_of
+
+Group = dict[str, Any]
+Array = np.ndarray[Any, Any]
+NOTHING: Array = np.empty(0, np.float32)
+NO_REMAINDER: Array = np.empty(0, np.int16)
+
+
+@dataclass(eq=False)
+class Held:
+    """What an optimizer holds for one parameter: fp32 moments, and for bf16 the remainder of its master (int16), each
+    with the shape and stride of the parameter."""
+
+    home: Home
+    moments: list[Tensor]
+    remainder: Tensor | None
+    version: int
+    """The parameter's version when its remainder was last right: a later write by somebody else makes it zero."""
+
+
+@dataclass
+class Work:
+    """The update of one plane: (kernel, its arrays) of each parameter, and tensors to be zeroed first."""
+
+    calls: list[tuple[Any, tuple[Array, ...]]] = field(default_factory=list)
+    zeroed: list[Tensor] = field(default_factory=list)
+    parameters: list[nn.Parameter] = field(default_factory=list)
+
+    def __call__(self) -> None:
+        for t in self.zeroed:
+            t.zero_()
+        for kernel, arrays in self.calls:
+            kernel(*arrays)
+        self.calls.clear()  # with the gradients
+
+
+class State(defaultdict[Any, Any]):
+    """`optimizer.state`: who looks into it waits for what is due, and what it was given is up to date after each step
+    from then on."""
+
+    def __init__(self, owner: HostOptimizer):
+        super().__init__(dict)
+        self.owner = owner
+
+    def __getitem__(self, key: Any) -> Any:
+        self.owner.expose(key)
+        return super().__getitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self.owner.expose(key)
+        return super().get(key, default)
+
+    def items(self) -> Any:
+        for key in self:
+            self.owner.expose(key)
+        return super().items()
+
+    def values(self) -> Any:
+        for key in self:
+            self.owner.expose(key)
+        return super().values()
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+
+class HostOptimizer(torch.optim.Optimizer):
+    """The mechanism that the optimizers here share.  A rule gives `moments` (the names of its fp32 state), `kernel` and
+    `numbers`; the rest is the same for all."""
+
+    moments: tuple[str, ...] = ()
+
+    def __init__(self, params: Any, defaults: Group, max_grad_norm: float | None):
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm={max_grad_norm}: give a positive number, or None")
+        self.max_grad_norm = max_grad_norm
+        self.grad_norm: Tensor = torch.tensor(math.nan)
+        """Norm of the gradients at the last step, before clipping (fp32; NaN while there is no max_grad_norm)."""
+        self.held: dict[nn.Parameter, Held] = {}
+        self.exposed: set[str] = set()
+        self.building = True
+        super().__init__(params, defaults)
+        self.building = False
+        self.state = State(self)
+        self.hold(p for g in self.param_groups for p in g["params"] if p.requires_grad)
+
+    def kernel(self, group: Group) -> Any:
+        """The kernel for parameters of this group."""
+        raise NotImplementedError
+
+    def numbers(self, group: Group, step: int) -> list[float]:
+        """The kernel's constants at this step (the first is 1), the factor of the gradients left out."""
+        raise NotImplementedError
+
+    def checked(self, group: Group) -> None:
+        """Raises ValueError for options that there are not."""
+        for name in ("amsgrad", "maximize"):
+            if group.get(name):
+                raise ValueError(f"{name}=True is not supported by megatrain.{type(self).__name__}: use torch.optim's")
+
+    def add_param_group(self, param_group: Group) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self.checked(group)
+            for i, p in enumerate(group["params"]):
+                self.home(p, f"parameter {i} of group {len(self.param_groups) - 1}")
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        if not self.building:
+            self.hold(p for p in group["params"] if p.requires_grad)
+
+    def home(self, p: Tensor, what: str = "") -> Home:
+        """Where the parameter lives.  Raises ValueError for one that is not a compiled model's."""
+        home = HOMES.get(p)
+        what = f"{what or 'a parameter'} {list(p.shape)}"
+        if home is None or home.updates() is None:
+            raise ValueError(
+                f"{what} is not a parameter of a compiled model: call megatrain.compile(model, ...) before "
+                f"megatrain.{type(self).__name__}(model.parameters()), or use torch.optim for it"
+            )
+        if p.device.type != "cpu":
+            raise ValueError(f"{home.name} is on {p.device}: parameters of a compiled model live on the host")
+        if p.dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(
+                f"{home.name} is {p.dtype}: megatrain.{type(self).__name__} steps bf16 and fp32 parameters"
+            )
+        return home
+
+    def hold(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Gives these parameters state in flat planes, one a plane of weights and kind.  Memory is taken when it is
+        first written."""
+        planes: dict[tuple[int, str], list[nn.Parameter]] = {}
+        for p in parameters:
+            if p not in self.held:
+                home = self.home(p)
+                planes.setdefault((id(home.updates()), home.plane), []).append(p)
+        need = sum(
+            p.numel() * (4 * len(self.moments) + 2 * (p.dtype == torch.bfloat16)) for ps in planes.values() for p in ps
+        )
+        if need > (free := available()):
+            raise ValueError(
+                f"megatrain.{type(self).__name__} needs {need / 2**30:.1f} GiB of host memory for its state "
+                f"({', '.join([f'fp32 {m}' for m in self.moments] + ['the rest of the fp32 master'])}), and "
+                f"{free / 2**30:.1f} GiB are free: use a smaller model, or an optimizer with less state (SGD, Lion)"
+            )
+        for ps in planes.values():
+            moments = [self.plane(ps, torch.float32) for _ in self.moments]
+            halves = [p for p in ps if p.dtype == torch.bfloat16]
+            remainders = dict(zip(halves, self.plane(halves, torch.int16), strict=True))
+            for i, p in enumerate(ps):
+                with quiet():
+                    self.held[p] = Held(self.home(p), [m[i] for m in moments], remainders.get(p), p._version)
+
+    def plane(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> list[Tensor]:
+        """Zeros like each of the parameters, of another dtype, in one buffer."""
+        specs: list[Spec] = [(str(i), dtype, tuple(p.shape), dense_stride(p)) for i, p in enumerate(parameters)]
+        layout = layout_of(specs)
+        return HostBuffer(layout.bytes).tensors(layout)
+
+    def owners(self) -> list[Updates]:
+        """The compiled models that the parameters belong to."""
+        found = {id(u): u for h in self.held.values() if (u := h.home.updates()) is not None}
+        return list(found.values())
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Updates every parameter that has a gradient; returns before they are updated.  Whoever needs one waits."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with quiet():
+            given = [(g, p, p.grad) for g in self.param_groups for p in g["params"] if p.grad is not None]
+            for _, p, grad in given:
+                if grad.layout is not torch.strided:
+                    raise RuntimeError(f"{self.home(p).name} has a sparse gradient: use torch.optim.SparseAdam for it")
+            self.hold(p for _, p, _ in given)
+            clip = self.clipping([(p, grad) for _, p, grad in given])
+            works: dict[tuple[Updates, str], Work] = {}
+            numbers: dict[tuple[int, int, float], Array] = {}
+            for group, p, grad in given:
+                held = self.held[p]
+                updates = held.home.updates()
+                assert updates is not None
+                work = works.setdefault((updates, held.home.plane), Work())
+                step = self.begun(p, held, work)
+                factor = clip * updates.factor(held.home.plane, p)
+                key = (id(group), step, float(factor))
+                if key not in numbers:
+                    numbers[key] = np.array([*self.numbers(group, step), factor], np.float32)
+                work.parameters.append(p)
+                work.calls.append((self.kernel(group), (*self.arrays(p, held, grad, updates), numbers[key])))
+            for updates, plane in works:
+                updates.factors.pop(plane, None)
+            for updates in dict.fromkeys(u for u, _ in works):
+                self.issue(updates, {plane: w for (u, plane), w in works.items() if u is updates})
+        return loss
+
+    def begun(self, p: nn.Parameter, held: Held, work: Work) -> int:
+        """The number of the step that begins, counted in the public state, which is made at the first, as torch does.
+        Takes up what the user has put there in our place."""
+        state: dict[str, Any] = dict.setdefault(self.state, p, {})
+        if "step" not in state:
+            work.zeroed += [*held.moments, *([] if held.remainder is None else [held.remainder])]
+            state["step"] = torch.tensor(0.0)
+            state |= dict(zip(self.moments, held.moments, strict=True))
+            if held.remainder is not None:
+                state["remainder"] = held.remainder
+        for name, own in zip(self.moments, held.moments, strict=True):
+            if state[name] is not own:
+                own.copy_(state[name])
+                state[name] = own
+        if held.remainder is not None and p._version != held.version:
+            work.zeroed.append(held.remainder)
+        torch.autograd.graph.increment_version(p)
+        held.version = p._version
+        state["step"] += 1
+        return int(state["step"])
+
+    def arrays(self, p: nn.Parameter, held: Held, grad: Tensor, updates: Updates) -> tuple[Array, ...]:
+        """weight, remainder, gradient and two moments, as flat arrays in the order of the parameter's memory."""
+        if grad.stride() != p.stride() or grad.dtype not in (torch.bfloat16, torch.float32):
+            grad = torch.empty_like(p, dtype=grad.dtype if grad.dtype == torch.bfloat16 else torch.float32).copy_(grad)
+        moments = [flat(m) for m in held.moments] + [NOTHING] * (2 - len(held.moments))
+        remainder = NO_REMAINDER if held.remainder is None else flat(held.remainder)
+        return (updates.weight(held.home), remainder, flat(grad), *moments)
+
+    def issue(self, updates: Updates, works: Mapping[str, Work]) -> None:
+        for plane, ticket in updates.issue(works, self.kernel(self.param_groups[0]).__name__).items():
+            updates.defer(plane, ticket, works[plane].parameters)
+            if plane in self.exposed:
+                updates.settle(plane)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; does not wait for updates when gradients are set to None."""
+        if not set_to_none:
+            super().zero_grad(set_to_none=False)
+            return
+        with quiet():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.grad = None
+        for updates in self.owners():
+            updates.settle_gradients()
+
+    def clipping(self, given: list[tuple[nn.Parameter, Tensor]]) -> np.float32:
+        """The factor of the gradients at this step."""
+        if self.max_grad_norm is None:
+            return np.float32(1)
+        self.grad_norm = total_norm(given)
+        return np.float32(clip_factor(self.grad_norm, self.max_grad_norm).item())
+
+    def settle(self) -> None:
+        """Waits for all that is due."""
+        for updates in self.owners():
+            updates.settle_all()
+
+    def expose(self, key: Any) -> None:
+        if held := self.held.get(key):
+            self.exposed.add(held.home.plane)
+            if updates := held.home.updates():
+                updates.settle(held.home.plane)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, which `torch.optim` loads; beside the moments it holds `remainder` (int16), the low halves of the
+        fp32 masters of bf16 parameters."""
+        self.settle()
+        own = self.state
+        self.state = defaultdict(dict, {p: {k: alias(v) for k, v in s.items()} for p, s in dict.items(own)})
+        try:
+            return super().state_dict()
+        finally:
+            self.state = own
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes a state_dict of this class or of torch.optim's.  Load the model's weights first: writing a weight makes
+        its master what was written."""
+        self.settle()
+        groups, states = state_dict["param_groups"], state_dict["state"]
+        for group in groups:
+            self.checked(group)
+        super().load_state_dict({"state": {}, "param_groups": groups})
+        numbered = dict(
+            zip(
+                (i for g in groups for i in g["params"]),
+                (p for g in self.param_groups for p in g["params"]),
+                strict=True,
+            )
+        )
+        self.state = State(self)
+        self.hold(numbered[i] for i in states)
+        for i, state in states.items():
+            p = numbered[i]
+            held = self.held[p]
+            own: dict[str, Any] = {"step": torch.tensor(float(state["step"]) if "step" in state else 1.0)}
+            for name, moment in zip(self.moments, held.moments, strict=True):
+                if state.get(name) is None:
+                    raise ValueError(f"this state_dict has no {name} for {held.home.name}: it is another optimizer's")
+                own[name] = moment.copy_(state[name])
+            if held.remainder is not None:
+                found = state.get("remainder")
+                own["remainder"] = held.remainder.zero_() if found is None else held.remainder.copy_(found)
+            held.version = p._version
+            dict.__setitem__(self.state, p, own)
+
+
+def alias(value: Any) -> Any:
+    """Another tensor over the same memory, so that the memory's use count tells whether the user holds it."""
+    return value.detach() if isinstance(value, Tensor) and value.dim() else value
