@@ -45,9 +45,13 @@ def clip_grad_norm_(
     homes = [HOMES.get(p) for p in given]
     if norm_type != 2.0 or any(h is None or h.updates() is None for h in homes):
         return nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
-    for home in homes:
-        if (updates := home.updates() if home else None) is not None:
-            updates.settle_gradients()
+    for updates in {u for home in homes if (u := home.updates() if home else None) is not None}:
+        if updates.rule:
+            raise RuntimeError(
+                "clipping with update='in-backward': there are no gradients left to clip when the backward has ended\n"
+                "use update='host'"
+            )
+        updates.settle_gradients()
     planes: dict[tuple[Updates, str], list[nn.Parameter]] = {}
     gradients: list[tuple[nn.Parameter, Tensor]] = []
     with quiet():

@@ -295,13 +295,15 @@ class Compiled:
         """The schedule for these sizes, ready to run; made when it is first needed.  A backward that is given other
         gradients than every one that could be (`wanted`) is emitted from the same plan."""
         shapes = tuple(arguments_of(made.program, call).items())
-        form = (shapes, tuple(t.requires_grad for t in call.tensors.values()), extra)
+        form = (shapes, tuple(t.requires_grad for t in call.tensors.values()), extra, self.updates.rule)
         if (form, wanted) in made.executables:
             return made.executables[form, wanted]
         before = [p for p in self.rest if p.needs not in ("planned", "scheduled")]
         after = self.rest[len(before) :]
         if form not in made.planned:
-            made.planned[form] = run(sized(made.program, call, sizes, extra), before, self.observing)
+            made.planned[form] = run(
+                sized(made.program, call, sizes, extra).replace(update=self.updates.rule), before, self.observing
+            )
         program = run(made.planned[form].replace(wanted=wanted), after, self.observing)
         if len(made.executables) >= MOST_EXECUTABLES:
             oldest = next(iter(made.executables))

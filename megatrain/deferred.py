@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -63,6 +63,26 @@ class Factor:
     parameters: Sequence[nn.Parameter]
 
 
+Land = Callable[[Mapping[str, Tensor]], None]
+"""Updates parameters, given their gradients by dotted name; on the host lane."""
+
+
+class Stepper(Protocol):
+    """An optimizer that updates parameters as their gradients land."""
+
+    rule: str
+
+    def holds(self, p: nn.Parameter) -> bool: ...
+
+    def begin(self, parameters: Mapping[str, nn.Parameter]) -> Land:
+        """A backward begins: options that change from now on, and what is written from now on, are the next one's."""
+        ...
+
+    def written(self, p: nn.Parameter) -> None:
+        """The parameter is being updated: it counts as written from now on."""
+        ...
+
+
 class Updates:
     """What is due on the planes of one compiled model, and what its last backward noted of the gradients."""
 
@@ -75,9 +95,68 @@ class Updates:
         """The update half that was issued last."""
         self.schedule = Schedule()
         """The last training schedule, whose update half this is."""
+        self.stepper: Callable[[], Stepper | None] | None = None
+        """A weak reference to the optimizer that updates parameters in the backward."""
+        self.unstepped = False
+        """A backward has updated parameters, and its optimizer's `step()` has not been called yet."""
+        self.broken = False
+        """A backward that updates parameters has failed half-way."""
         self._norms: dict[int, tuple[Tensor, int, int]] = {}
         self._read: dict[int, list[float]] = {}
         self._ops: dict[tuple[str, ...], tuple[Op, ...]] = {}
+
+    @property
+    def rule(self) -> str:
+        """The rule of updates in the backward; empty where there are none."""
+        stepper = self.stepper() if self.stepper else None
+        return stepper.rule if stepper else ""
+
+    def begin_backward(self, parameters: Mapping[str, nn.Parameter]) -> Land | None:
+        """A backward for these parameters, by dotted name, begins; gives what updates them, where it does.  Raises
+        RuntimeError for what cannot be then."""
+        stepper = self.stepper() if self.stepper else None
+        if stepper is None:
+            return None
+        if self.broken:
+            raise RuntimeError(
+                "an earlier backward failed after it had updated some parameters and not others\n"
+                "load the model and then the optimizer from a checkpoint (load_state_dict)"
+            )
+        if self.unstepped:
+            raise RuntimeError(
+                "a second backward before step(): with update='in-backward' each backward is a step of its own\n"
+                "add the losses up and call backward once, or use update='host' to accumulate gradients"
+            )
+        for name, p in parameters.items():
+            if not stepper.holds(p):
+                raise RuntimeError(
+                    f"{name} requires a gradient and is not among the optimizer's parameters: with "
+                    "update='in-backward' there is no gradient to look at\nfreeze it (requires_grad_(False)), or give "
+                    "it to the optimizer"
+                )
+            if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+                raise RuntimeError(
+                    f"{name} has a hook on its gradient: with update='in-backward' there is none to call it with\n"
+                    "remove the hook, or use update='host'"
+                )
+        self.broken = True
+        return stepper.begin(parameters)
+
+    def end_backward(
+        self, due: Mapping[str, Ticket], parameters: Mapping[str, nn.Parameter], defined: Collection[str]
+    ) -> None:
+        """The backward was issued, and the updates in it are due."""
+        stepper = self.stepper() if self.stepper else None
+        planes: dict[str, list[nn.Parameter]] = {}
+        for name in defined if due and stepper else ():
+            p = parameters[name]
+            if (home := HOMES.get(p)) and stepper:
+                stepper.written(p)
+                planes.setdefault(home.plane, []).append(p)
+        for plane, ps in planes.items():
+            self.defer(plane, due[plane], ps)
+        self.unstepped = bool(due) or self.unstepped
+        self.broken = False
 
     def train(self, schedule: Schedule) -> None:
         """`schedule` was run."""

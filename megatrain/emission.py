@@ -16,6 +16,10 @@ from megatrain.order import place_waits
 from megatrain.program import DTYPES, BodySpec, Layer, Program
 from megatrain.schedule import PAGE, Body, Op, Schedule, Slot, Template, TensorType, Type, Value
 
+RING = 2
+"""Host buffers that the gradients of layers go through when updates run in the backward; those of other modules have
+one of their own."""
+
 
 @dataclass
 class _Emitter:
@@ -264,7 +268,12 @@ def _backward(e: _Emitter, spilled: dict[str, str]) -> tuple[tuple[Op, ...], tup
             left[p] -= 1
             if not left[p]:
                 plane = f"{p.removesuffix('.w')}.dw"
+                if program.update:
+                    plane = f"ring.{e.turn['ring'] % RING}.g" if p == ring else "ring.own.g"
+                    e.turn["ring"] += p == ring
                 leaving.append(Op(_label("grad", layer.label + suffix), "offload", (slot,), (plane,)))
+                if program.update:
+                    leaving.append(Op(_label("upd", layer.label + suffix), "update", (plane,), (p,), program.update))
         inputs: list[Type] = ([d.kept] if keep else []) + list(d.reads)
         state = not keep and _random(program, layer)
         types = [d.writes[i] for i in graded] + [d.reads[i] for i in adds]

@@ -19,6 +19,10 @@ class AdamW(HostOptimizer):
     Of a compiled model's parameters, or groups of them with options of their own, as `torch.optim.AdamW`, to and from
     which its `state_dict` loads.  With `max_grad_norm` gradients are clipped by their global 2-norm as
     `torch.nn.utils.clip_grad_norm_` does, in the update, without another pass; `grad_norm` is the last step's norm.
+    `update="host"` runs updates on the host while the next forward runs.  `update="in-backward"` runs them as gradients
+    land: there is no `.grad`, gradients take a few layers' memory, and neither clipping nor accumulation over several
+    backwards is possible; call `step()` after each backward all the same.
+
     Raises ValueError for options out of range, for parameters of no compiled model or neither bf16 nor fp32, and where
     the host has not the memory."""
 
@@ -33,11 +37,12 @@ class AdamW(HostOptimizer):
         weight_decay: float = 1e-2,
         *,
         max_grad_norm: float | None = None,
+        update: str = "host",
         amsgrad: bool = False,
         maximize: bool = False,
     ):
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        super().__init__(params, defaults | only(amsgrad=amsgrad, maximize=maximize), max_grad_norm)
+        super().__init__(params, defaults | only(amsgrad=amsgrad, maximize=maximize), max_grad_norm, update)
 
     def checked(self, group: Group) -> None:
         super().checked(group)
@@ -70,11 +75,12 @@ class SGD(HostOptimizer):
         nesterov: bool = False,
         *,
         max_grad_norm: float | None = None,
+        update: str = "host",
         maximize: bool = False,
     ):
         self.moments = SGD.moments if momentum else ()
         defaults = dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov)
-        super().__init__(params, defaults | only(maximize=maximize), max_grad_norm)
+        super().__init__(params, defaults | only(maximize=maximize), max_grad_norm, update)
 
     def checked(self, group: Group) -> None:
         super().checked(group)
@@ -108,8 +114,9 @@ class Lion(HostOptimizer):
         weight_decay: float = 0.0,
         *,
         max_grad_norm: float | None = None,
+        update: str = "host",
     ):
-        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay), max_grad_norm)
+        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay), max_grad_norm, update)
 
     def checked(self, group: Group) -> None:
         super().checked(group)

@@ -176,6 +176,8 @@ class Program:
     bodies: Mapping[str, BodySpec] = field(default_factory=lambda: MappingProxyType({}))
     plan: Plan = field(default_factory=Plan)
     schedule: Schedule = field(default_factory=Schedule)
+    update: str = ""
+    """The rule of updates in the backward half (`adamw`), for which gradients wait in a ring; empty: there are none."""
     extra: bool = False
     """Another forward is outstanding: this one may leave nothing but its shared values on the device."""
 

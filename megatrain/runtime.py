@@ -63,6 +63,8 @@ class Frame:
     grads: dict[str, tuple[HostBuffer, list[Tensor]]] = field(default_factory=dict)
     defined: set[str] = field(default_factory=set)
     """Dotted names of the parameters that have got a gradient."""
+    land: Callable[[Mapping[str, Tensor]], None] | None = None
+    """What updates parameters, given their gradients by dotted name, where the backward does that."""
 
 
 def _steps(e: Executable) -> dict[str, Step]:
@@ -85,19 +87,21 @@ def _steps(e: Executable) -> dict[str, Step]:
             if source not in e.layouts:
                 held[op.writes[0]] = types[source]
         elif op.verb == "offload":
-            target = op.writes[0]
-            plane = f"{target.removesuffix('.dw')}.w"
-            if target.endswith(".dw") and plane in e.grad_layouts:
-                size = e.grad_layouts[plane].bytes
+            target, source = op.writes[0], held[op.reads[0]]
+            if isinstance(source, str):  # the plane whose gradients they are
+                size, held[target] = e.grad_layouts[source].bytes, source
             else:
-                types[target] = held[op.reads[0]]
-                size = nbytes(types[target])
+                types[target], size = source, nbytes(source)
+        elif op.verb == "update":
+            planes = [op.writes[0]]
         elif op.verb == "compute":
             count = len(dict.fromkeys(p for p, _ in e.weights[op.call.partition(".")[0]]))
             spec = e.bodies[op.call].spec
             at = (1 if spec.keep and not spec.forward else 0) + len(e.bodies[op.call].needs)
             planes = [held[n] for n in op.reads[at : at + count]]
             known = {n: held[n] for n in op.reads[:at] if n in slots}
+            if not spec.forward:
+                held |= {slot: planes[p] for p, slot in zip(spec.trains, op.writes[len(spec.wants) :], strict=True)}
             for name, t in zip(op.writes, bodies[op.call].outputs, strict=True):
                 if name in slots and isinstance(t, TensorType):
                     held[name] = known[name] = t
@@ -127,23 +131,28 @@ class Runtime:
         lanes.describe = lambda label: f"in {self.lines[label].strip()}"
         self.norms: dict[str, Tensor] = {}
         """Weight plane -> the norms of its parameters' gradients, f32 on the device, of the last backward."""
+        self.rings: dict[str, HostBuffer] = {}
+        """Host buffers that gradients go through when updates run in the backward."""
         self.measure = False
         self.peak = 0
 
-    def run(self, half: str, frame: Frame) -> None:
-        """Runs the half; when it returns, no lane touches a host plane any more, and on the CPU nothing runs at all.
-        Raises the first failure of an op, with its line."""
+    def run(self, half: str, frame: Frame) -> dict[str, Ticket]:
+        """Runs the half; when it returns, no copy touches a host plane any more, and on the CPU nothing is computed.
+        Updates may still run: their tickets, by weight plane.  Raises the first failure of an op, with its line."""
         e = frame.executable
         self.claim(e.schedule)
         lanes = self.lanes
         self.lines |= {op.label: e.steps[op.label].line for op in getattr(e.schedule, half)}
         lanes.begin()
         tickets: dict[str, Ticket] = {}
+        updates: dict[str, Ticket] = {}
         try:
             for op in getattr(e.schedule, half):
                 waits = [t for wait in op.after for t in self.resolved(wait, op, tickets)]
                 ticket = lanes.issue(op.lane, op.label, partial(self.perform, op, e.steps[op.label], frame), waits)
                 tickets[op.label] = ticket
+                if op.verb == "update":
+                    updates[op.writes[0]] = ticket
                 for name in op.touches:
                     if on_host(name) or name in self.slots:
                         self.last.setdefault(name, {})[op.lane] = ticket
@@ -151,6 +160,7 @@ class Runtime:
             lanes.cancel()
             raise
         lanes.finish(("h2d", "d2h") if self.device.type == "cuda" else ("h2d", "compute", "d2h"))
+        return updates
 
     def update(self, ops: Sequence[Op], work: Mapping[str, Callable[[], None]]) -> dict[str, Ticket]:
         """Issues the update half, and returns without waiting; `work` gives what each op does, by label.  Tickets by
@@ -195,7 +205,7 @@ class Runtime:
         elif op.verb == "offload":
             self.offload(op, step, frame)
         else:
-            raise ValueError(f"nothing runs {op.verb} {op.call}: updates are the optimizer's")
+            self.land(op, step, frame)
         for name in step.dies:
             frame.values.pop(name, None)
 
@@ -206,8 +216,15 @@ class Runtime:
 
     def offload(self, op: Op, step: Step, frame: Frame) -> None:
         target = op.writes[0]
-        buffer = frame.grads[target][0] if target in frame.grads else frame.spilled[target]
+        buffer = frame.grads[target][0] if target in frame.grads else frame.spilled.get(target) or self.rings[target]
         buffer.flat[: step.size].copy_(self.slots[op.reads[0]][: step.size], non_blocking=True)
+
+    def land(self, op: Op, step: Step, frame: Frame) -> None:
+        """An update in the backward: gives the gradients of a plane, where there are any, to the optimizer."""
+        layout = frame.executable.grad_layouts[step.planes[0]]
+        views = layout.views(self.rings[op.reads[0]].flat)
+        assert frame.land is not None, f"nothing runs {op.call}: updates are the optimizer's"
+        frame.land({e.name: v for e, v in zip(layout.entries, views, strict=True) if e.name in frame.defined})
 
     def compute(self, op: Op, step: Step, frame: Frame) -> None:
         body = frame.executable.bodies[op.call]
@@ -245,7 +262,8 @@ class Runtime:
                 name, place = places[j]
                 place.copy_(g)
                 frame.defined.add(name)
-        self.note_norms(frame.executable, spec, step.planes, targets)
+        if frame.land is None:
+            self.note_norms(frame.executable, spec, step.planes, targets)
 
     def note_norms(self, e: Executable, spec: BodySpec, planes: Sequence[str], slots: Sequence[str]) -> None:
         """Norms of the gradients in slots that a backward has just written, in the order of their layout.  Of a sum of
@@ -301,6 +319,15 @@ class Runtime:
     def buffer(self, size: int) -> HostBuffer:
         """A host buffer of `size` bytes for a spilled value; given back when its frame goes."""
         return self.free[size].pop() if self.free.get(size) else HostBuffer(size, self.pin)
+
+    def ring(self, executable: Executable) -> None:
+        """Host buffers for the gradients that go through a ring."""
+        for op in executable.schedule.backward:
+            if op.verb == "offload" and op.writes[0].startswith("ring."):
+                name, size = op.writes[0], executable.steps[op.label].size
+                if name not in self.rings or self.rings[name].bytes < size:
+                    self.lanes.finish()
+                    self.rings[name] = HostBuffer(round_up(size, PAGE), self.pin)
 
     def frame(self, executable: Executable) -> Frame:
         """A new call's frame, with host room for all that its forward spills."""

@@ -43,6 +43,7 @@ class Running:
         self.versions = {n: compiled.tensors[n]._version for n in read if n in compiled.tensors}
         self.outputs: list[tuple[Tensor, int]] = []
         self.store = compiled.runtime.store
+        self.update = compiled.updates.rule
 
     def forward(self) -> tuple[Tensor, ...]:
         c, program, frame = self.compiled, self.made.program, self.frame
@@ -115,7 +116,8 @@ class Running:
             )
         flags = tuple(g is not None for g in grads)
         executable = c.executable(self.made, self.call, self.sizes, self.extra, flags)
-        if all(f or not d for f, d in zip(flags, self.differentiable(), strict=True)):
+        full = all(f or not d for f, d in zip(flags, self.differentiable(), strict=True))
+        if full and self.update == c.updates.rule:
             executable = frame.executable
         frame.executable = executable
         s = executable.schedule
@@ -127,11 +129,13 @@ class Running:
             frame.values[v.name] = g.detach().to(c.device)
         for op in s.backward:
             for target in op.writes:
-                if target.endswith(".dw"):
+                if op.verb == "offload" and target.endswith(".dw"):
                     layout = executable.grad_layouts[f"{target.removesuffix('.dw')}.w"]
                     frame.grads[target] = c.runtime.gradients.take(target, layout)
         try:
-            c.runtime.run("backward", frame)
+            frame.land = c.updates.begin_backward(self.parameters)
+            c.runtime.ring(executable)
+            c.updates.end_backward(c.runtime.run("backward", frame), self.parameters, frame.defined)
             inputs = {n[1:]: frame.values.get(n) for n in s.input_grads}
             by_name: dict[str, Tensor] = {}
             for target, (_, tensors) in frame.grads.items():

@@ -8,6 +8,7 @@ plane waits for its update, and so does whoever touches one of its parameters (s
 from __future__ import annotations
 
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,13 +18,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megatrain import kernels
 from megatrain.clip import clip_factor, total_norm
-from megatrain.deferred import HOMES, Home, Updates, quiet
+from megatrain.deferred import HOMES, Home, Land, Updates, quiet
 from megatrain.host import HostBuffer, Spec, available, dense_stride, flat, layout_of
 
 Group = dict[str, Any]
 Array = np.ndarray[Any, Any]
 NOTHING: Array = np.empty(0, np.float32)
+Numbers = dict[tuple[int, int, float], Array]
+"""A rule's constants by (group, step, factor)."""
+
+UPDATES = ("host", "in-backward")
 NO_REMAINDER: Array = np.empty(0, np.int16)
 
 
@@ -61,24 +67,26 @@ class State(defaultdict[Any, Any]):
 
     def __init__(self, owner: HostOptimizer):
         super().__init__(dict)
-        self.owner = owner
+        self.owner = weakref.ref(owner)
+
+    def exposed(self, *keys: Any) -> None:
+        if owner := self.owner():
+            owner.expose(keys)
 
     def __getitem__(self, key: Any) -> Any:
-        self.owner.expose(key)
+        self.exposed(key)
         return super().__getitem__(key)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        self.owner.expose(key)
+        self.exposed(key)
         return super().get(key, default)
 
     def items(self) -> Any:
-        for key in self:
-            self.owner.expose(key)
+        self.exposed(*self)
         return super().items()
 
     def values(self) -> Any:
-        for key in self:
-            self.owner.expose(key)
+        self.exposed(*self)
         return super().values()
 
     def __reduce__(self) -> Any:
@@ -91,10 +99,18 @@ class HostOptimizer(torch.optim.Optimizer):
 
     moments: tuple[str, ...] = ()
 
-    def __init__(self, params: Any, defaults: Group, max_grad_norm: float | None):
+    def __init__(self, params: Any, defaults: Group, max_grad_norm: float | None, update: str):
+        if update not in UPDATES:
+            raise ValueError(f"update={update!r}: there is {', '.join(map(repr, UPDATES))}")
+        if update == "in-backward" and max_grad_norm is not None:
+            raise ValueError(
+                "max_grad_norm with update='in-backward': the norm of all gradients is known only when the backward "
+                "ends; use update='host' to clip"
+            )
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm={max_grad_norm}: give a positive number, or None")
         self.max_grad_norm = max_grad_norm
+        self.update = update
         self.grad_norm: Tensor = torch.tensor(math.nan)
         """Norm of the gradients at the last step, before clipping (fp32; NaN while there is no max_grad_norm)."""
         self.held: dict[nn.Parameter, Held] = {}
@@ -104,6 +120,16 @@ class HostOptimizer(torch.optim.Optimizer):
         self.building = False
         self.state = State(self)
         self.hold(p for g in self.param_groups for p in g["params"] if p.requires_grad)
+        for updates in self.owners() if update == "in-backward" else ():
+            other = updates.stepper() if updates.stepper else None
+            if other is not None:
+                raise ValueError("this model has an optimizer with update='in-backward' already: delete that first")
+            updates.stepper = weakref.ref(self)  # type: ignore[assignment]
+
+    @property
+    def rule(self) -> str:
+        """The name of the rule, as a schedule calls it."""
+        return self.kernel(self.param_groups[0]).__name__
 
     def kernel(self, group: Group) -> Any:
         """The kernel for parameters of this group."""
@@ -157,15 +183,16 @@ class HostOptimizer(torch.optim.Optimizer):
             if p not in self.held:
                 home = self.home(p)
                 planes.setdefault((id(home.updates()), home.plane), []).append(p)
-        need = sum(
-            p.numel() * (4 * len(self.moments) + 2 * (p.dtype == torch.bfloat16)) for ps in planes.values() for p in ps
-        )
+        every = [p for ps in planes.values() for p in ps]
+        need = sum(p.numel() * (4 * len(self.moments) + 2 * (p.dtype == torch.bfloat16)) for p in every)
         if need > (free := available()):
             raise ValueError(
                 f"megatrain.{type(self).__name__} needs {need / 2**30:.1f} GiB of host memory for its state "
                 f"({', '.join([f'fp32 {m}' for m in self.moments] + ['the rest of the fp32 master'])}), and "
                 f"{free / 2**30:.1f} GiB are free: use a smaller model, or an optimizer with less state (SGD, Lion)"
             )
+        for kind in {p.dtype for p in every}:
+            kernels.ready(*(self.kernel(g) for g in self.param_groups), halves=kind == torch.bfloat16)
         for ps in planes.values():
             moments = [self.plane(ps, torch.float32) for _ in self.moments]
             halves = [p for p in ps if p.dtype == torch.bfloat16]
@@ -192,6 +219,10 @@ class HostOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.update == "in-backward":  # all is done, or under way
+            for updates in self.owners():
+                updates.unstepped = False
+            return loss
         with quiet():
             given = [(g, p, p.grad) for g in self.param_groups for p in g["params"] if p.grad is not None]
             for _, p, grad in given:
@@ -200,26 +231,67 @@ class HostOptimizer(torch.optim.Optimizer):
             self.hold(p for _, p, _ in given)
             clip = self.clipping([(p, grad) for _, p, grad in given])
             works: dict[tuple[Updates, str], Work] = {}
-            numbers: dict[tuple[int, int, float], Array] = {}
+            numbers: Numbers = {}
             for group, p, grad in given:
-                held = self.held[p]
-                updates = held.home.updates()
+                home = self.held[p].home
+                updates = home.updates()
                 assert updates is not None
-                work = works.setdefault((updates, held.home.plane), Work())
-                step = self.begun(p, held, work)
-                factor = clip * updates.factor(held.home.plane, p)
-                key = (id(group), step, float(factor))
-                if key not in numbers:
-                    numbers[key] = np.array([*self.numbers(group, step), factor], np.float32)
-                work.parameters.append(p)
-                work.calls.append((self.kernel(group), (*self.arrays(p, held, grad, updates), numbers[key])))
+                work = works.setdefault((updates, home.plane), Work())
+                foreign = p._version != self.held[p].version
+                self.written(p)
+                self.add(work, group, p, grad, clip * updates.factor(home.plane, p), numbers, foreign)
             for updates, plane in works:
                 updates.factors.pop(plane, None)
             for updates in dict.fromkeys(u for u, _ in works):
                 self.issue(updates, {plane: w for (u, plane), w in works.items() if u is updates})
         return loss
 
-    def begun(self, p: nn.Parameter, held: Held, work: Work) -> int:
+    def add(
+        self,
+        work: Work,
+        group: Group,
+        p: nn.Parameter,
+        grad: Tensor,
+        factor: np.float32,
+        numbers: Numbers,
+        foreign: bool,
+    ) -> None:
+        """Adds the update of a parameter to its plane's.  `foreign`: somebody else has written the parameter since."""
+        held = self.held[p]
+        step = self.begun(p, held, work, foreign)
+        key = (id(group), step, float(factor))
+        if key not in numbers:
+            numbers[key] = np.array([*self.numbers(group, step), factor], np.float32)
+        work.parameters.append(p)
+        work.calls.append((self.kernel(group), (*self.arrays(p, held, grad), numbers[key])))
+
+    def holds(self, p: nn.Parameter) -> bool:
+        return p in self.held
+
+    def begin(self, parameters: Mapping[str, nn.Parameter]) -> Land:
+        options = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
+        group_of = {p: o for g, o in zip(self.param_groups, options, strict=True) for p in g["params"]}
+        with quiet():
+            foreign = {p for p in parameters.values() if p._version != self.held[p].version}
+
+        def land(gradients: Mapping[str, Tensor]) -> None:
+            work = Work()
+            numbers: Numbers = {}
+            with quiet(), torch.no_grad():
+                for name, grad in gradients.items():
+                    p = parameters[name]
+                    self.add(work, group_of[p], p, grad, np.float32(1), numbers, p in foreign)
+            work()
+
+        return land
+
+    def written(self, p: nn.Parameter) -> None:
+        """Counts the parameter as written, by its own optimizer."""
+        with quiet():
+            torch.autograd.graph.increment_version(p)
+            self.held[p].version = p._version
+
+    def begun(self, p: nn.Parameter, held: Held, work: Work, foreign: bool) -> int:
         """The number of the step that begins, counted in the public state, which is made at the first, as torch does.
         Takes up what the user has put there in our place."""
         state: dict[str, Any] = dict.setdefault(self.state, p, {})
@@ -233,23 +305,23 @@ class HostOptimizer(torch.optim.Optimizer):
             if state[name] is not own:
                 own.copy_(state[name])
                 state[name] = own
-        if held.remainder is not None and p._version != held.version:
+        if held.remainder is not None and foreign:
             work.zeroed.append(held.remainder)
-        torch.autograd.graph.increment_version(p)
-        held.version = p._version
         state["step"] += 1
         return int(state["step"])
 
-    def arrays(self, p: nn.Parameter, held: Held, grad: Tensor, updates: Updates) -> tuple[Array, ...]:
+    def arrays(self, p: nn.Parameter, held: Held, grad: Tensor) -> tuple[Array, ...]:
         """weight, remainder, gradient and two moments, as flat arrays in the order of the parameter's memory."""
         if grad.stride() != p.stride() or grad.dtype not in (torch.bfloat16, torch.float32):
             grad = torch.empty_like(p, dtype=grad.dtype if grad.dtype == torch.bfloat16 else torch.float32).copy_(grad)
         moments = [flat(m) for m in held.moments] + [NOTHING] * (2 - len(held.moments))
         remainder = NO_REMAINDER if held.remainder is None else flat(held.remainder)
+        updates = held.home.updates()
+        assert updates is not None
         return (updates.weight(held.home), remainder, flat(grad), *moments)
 
     def issue(self, updates: Updates, works: Mapping[str, Work]) -> None:
-        for plane, ticket in updates.issue(works, self.kernel(self.param_groups[0]).__name__).items():
+        for plane, ticket in updates.issue(works, self.rule).items():
             updates.defer(plane, ticket, works[plane].parameters)
             if plane in self.exposed:
                 updates.settle(plane)
@@ -278,11 +350,13 @@ class HostOptimizer(torch.optim.Optimizer):
         for updates in self.owners():
             updates.settle_all()
 
-    def expose(self, key: Any) -> None:
-        if held := self.held.get(key):
-            self.exposed.add(held.home.plane)
-            if updates := held.home.updates():
-                updates.settle(held.home.plane)
+    def expose(self, keys: Iterable[Any]) -> None:
+        """Somebody is given the state of these parameters: waits for their updates, now and after each step."""
+        for key in keys:
+            if held := self.held.get(key):
+                self.exposed.add(held.home.plane)
+                if updates := held.home.updates():
+                    updates.settle(held.home.plane)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, which `torch.optim` loads; beside the moments it holds `remainder` (int16), the low halves of the
@@ -325,6 +399,8 @@ class HostOptimizer(torch.optim.Optimizer):
                 own["remainder"] = held.remainder.zero_() if found is None else held.remainder.copy_(found)
             held.version = p._version
             dict.__setitem__(self.state, p, own)
+        for updates in self.owners():
+            updates.broken = updates.unstepped = False
 
 
 def alias(value: Any) -> Any:

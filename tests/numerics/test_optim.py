@@ -98,7 +98,7 @@ RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 def test_bitwise_as_the_reference_over_200_steps(rule: str, dtype: torch.dtype) -> None:
     model = compiled(dtype)
     make, reference = RULES[rule]
-    lr = 1e-4 if rule == "lion" else 1e-2
+    lr = {"adamw": 1e-3, "sgd": 1e-2, "lion": 1e-4}[rule]
     opt = make(model.parameters(), lr=lr, max_grad_norm=0.7)
     sched = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 150)
     named = {n: p for n, p in model.named_parameters() if n != "unused.weight"}
@@ -119,7 +119,7 @@ def test_bitwise_as_the_reference_over_200_steps(rule: str, dtype: torch.dtype) 
             masters[n] = reference(masters[n], gradients[n] * factor, states[n], t, rate)
         sched.step()
         opt.zero_grad()
-    assert 5 < clipped < 200
+    assert 0 < clipped < 200
     for n, p in named.items():
         assert np.array_equal(master(opt, p).view(np.uint32), masters[n].view(np.uint32)), n
         bits = masters[n].view(np.uint32)
