@@ -11,7 +11,6 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,75 +21,15 @@ from megatrain import kernels
 from megatrain.clip import clip_factor, total_norm
 from megatrain.deferred import HOMES, Home, Land, Updates, quiet
 from megatrain.host import HostBuffer, Spec, available, dense_stride, flat, layout_of
+from megatrain.hoststate import Array, Held, State, Work, alias
 
 Group = dict[str, Any]
-Array = np.ndarray[Any, Any]
 NOTHING: Array = np.empty(0, np.float32)
 Numbers = dict[tuple[int, int, float], Array]
 """A rule's constants by (group, step, factor)."""
 
 UPDATES = ("host", "in-backward")
 NO_REMAINDER: Array = np.empty(0, np.int16)
-
-
-@dataclass(eq=False)
-class Held:
-    """What an optimizer holds for one parameter: fp32 moments, and for bf16 the remainder of its master (int16), each
-    with the shape and stride of the parameter."""
-
-    home: Home
-    moments: list[Tensor]
-    remainder: Tensor | None
-    version: int
-    """The parameter's version when its remainder was last right: a later write by somebody else makes it zero."""
-
-
-@dataclass
-class Work:
-    """The update of one plane: (kernel, its arrays) of each parameter, and tensors to be zeroed first."""
-
-    calls: list[tuple[Any, tuple[Array, ...]]] = field(default_factory=list)
-    zeroed: list[Tensor] = field(default_factory=list)
-    parameters: list[nn.Parameter] = field(default_factory=list)
-
-    def __call__(self) -> None:
-        for t in self.zeroed:
-            t.zero_()
-        for kernel, arrays in self.calls:
-            kernel(*arrays)
-        self.calls.clear()  # with the gradients
-
-
-class State(defaultdict[Any, Any]):
-    """`optimizer.state`: who looks into it waits for what is due, and what it was given is up to date after each step
-    from then on."""
-
-    def __init__(self, owner: HostOptimizer):
-        super().__init__(dict)
-        self.owner = weakref.ref(owner)
-
-    def exposed(self, *keys: Any) -> None:
-        if owner := self.owner():
-            owner.expose(keys)
-
-    def __getitem__(self, key: Any) -> Any:
-        self.exposed(key)
-        return super().__getitem__(key)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        self.exposed(key)
-        return super().get(key, default)
-
-    def items(self) -> Any:
-        self.exposed(*self)
-        return super().items()
-
-    def values(self) -> Any:
-        self.exposed(*self)
-        return super().values()
-
-    def __reduce__(self) -> Any:
-        return defaultdict, (dict,), None, None, iter(self.items())
 
 
 class HostOptimizer(torch.optim.Optimizer):
@@ -118,7 +57,7 @@ class HostOptimizer(torch.optim.Optimizer):
         self.building = True
         super().__init__(params, defaults)
         self.building = False
-        self.state = State(self)
+        self.state = State(self.expose)
         self.hold(p for g in self.param_groups for p in g["params"] if p.requires_grad)
         for updates in self.owners() if update == "in-backward" else ():
             other = updates.stepper() if updates.stepper else None
@@ -384,7 +323,7 @@ class HostOptimizer(torch.optim.Optimizer):
                 strict=True,
             )
         )
-        self.state = State(self)
+        self.state = State(self.expose)
         self.hold(numbered[i] for i in states)
         for i, state in states.items():
             p = numbered[i]
@@ -401,8 +340,3 @@ class HostOptimizer(torch.optim.Optimizer):
             dict.__setitem__(self.state, p, own)
         for updates in self.owners():
             updates.broken = updates.unstepped = False
-
-
-def alias(value: Any) -> Any:
-    """Another tensor over the same memory, so that the memory's use count tells whether the user holds it."""
-    return value.detach() if isinstance(value, Tensor) and value.dim() else value

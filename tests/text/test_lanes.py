@@ -105,7 +105,7 @@ def test_ctrl_c_in_finish_skips_the_queue_and_leaves_lanes_usable():
 
     def slow():
         waiting.wait()
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         time.sleep(0.1)
         ran.append("whole")
 

@@ -1,0 +1,82 @@
+"""What an optimizer holds on the host for each parameter, and the work of one update."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from megatrain.deferred import Home
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(eq=False)
+class Held:
+    """What an optimizer holds for one parameter: fp32 moments, and for bf16 the remainder of its master (int16), each
+    with the shape and stride of the parameter."""
+
+    home: Home
+    moments: list[Tensor]
+    remainder: Tensor | None
+    version: int
+    """The parameter's version when its remainder was last right: a later write by somebody else makes it zero."""
+
+
+@dataclass
+class Work:
+    """The update of one plane: (kernel, its arrays) of each parameter, and tensors to be zeroed first."""
+
+    calls: list[tuple[Any, tuple[Array, ...]]] = field(default_factory=list)
+    zeroed: list[Tensor] = field(default_factory=list)
+    parameters: list[nn.Parameter] = field(default_factory=list)
+
+    def __call__(self) -> None:
+        for t in self.zeroed:
+            t.zero_()
+        for kernel, arrays in self.calls:
+            kernel(*arrays)
+        self.calls.clear()  # with the gradients
+
+
+class State(defaultdict[Any, Any]):
+    """`optimizer.state`: who looks into it waits for what is due, and what it was given is up to date after each step
+    from then on."""
+
+    def __init__(self, expose: Callable[[Iterable[Any]], None]):
+        """`expose`, a method, is told of the parameters whose state is given away."""
+        super().__init__(dict)
+        self.expose = weakref.WeakMethod(expose)  # type: ignore[arg-type]
+
+    def exposed(self, *keys: Any) -> None:
+        if expose := self.expose():
+            expose(keys)
+
+    def __getitem__(self, key: Any) -> Any:
+        self.exposed(key)
+        return super().__getitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self.exposed(key)
+        return super().get(key, default)
+
+    def items(self) -> Any:
+        self.exposed(*self)
+        return super().items()
+
+    def values(self) -> Any:
+        self.exposed(*self)
+        return super().values()
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+
+def alias(value: Any) -> Any:
+    """Another tensor over the same memory, so that the memory's use count tells whether the user holds it."""
+    return value.detach() if isinstance(value, Tensor) and value.dim() else value
