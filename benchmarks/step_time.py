@@ -4,8 +4,10 @@
 
 Each system runs in this process, one after the other, from the same weights and tokens; the losses of every step are
 compared.  Plain PyTorch holds everything on the device: bf16 weights, bf16 optimizer state (fused AdamW), checkpointed
-layers.  megatrain streams every weight under the budget and steps bf16 parameters on the host with torch's fused AdamW.
-TFLOP/s counts 6 x parameters x tokens (no attention, no recomputation).  Prints a JSON line a system and a table.
+layers.  megatrain streams every weight under the budget and has an exact fp32 master (`megatrain.AdamW`, `--update`).
+A step lasts from the start of one to the start of the next, so that it holds what is left of the update before.
+TFLOP/s counts 6 x parameters x tokens (no attention, no recomputation).  Host bytes a parameter are the peak RSS less
+the RSS after CUDA has started and before the model exists.  Prints a JSON line a system and a table.
 """
 
 from __future__ import annotations
@@ -15,10 +17,15 @@ import gc
 import json
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+import megatrain
+from megatrain.stepping import HostOptimizer
 
 SHAPES: dict[str, dict[str, Any]] = {}
 """Qwen2's public configurations by parameters, and one for trying this script out."""
@@ -45,8 +52,6 @@ for line in [
 
 def build(shape: dict[str, Any], device: str) -> nn.Module:
     """The model with random weights, made on the device that fills it fastest, then on the host."""
-    from transformers import AutoModelForCausalLM, Qwen2Config
-
     config = Qwen2Config(**shape, max_position_embeddings=32768, use_cache=False)
     torch.manual_seed(0)
     with torch.device(device):
@@ -59,35 +64,49 @@ def batches(vocabulary: int, batch: int, sequence: int, steps: int) -> list[torc
     return [torch.randint(0, vocabulary, (batch, sequence), generator=generator) for _ in range(steps)]
 
 
-def train(model: nn.Module, tokens: list[torch.Tensor], device: str) -> tuple[list[float], list[float], list[float]]:
-    """(losses, seconds of forward and backward, seconds in all) of each step: forward, backward, clipping at 1.0,
-    AdamW."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tokens: list[torch.Tensor], args: argparse.Namespace
+) -> tuple[list[float], list[float], list[float]]:
+    """(losses, seconds of forward and backward, seconds in all) of each step: forward and backward over the
+    micro-batches, clipping, AdamW."""
     losses: list[float] = []
     computing: list[float] = []
-    seconds: list[float] = []
+    starts: list[float] = []
+    clips = args.clip and not isinstance(optimizer, HostOptimizer)
     for ids in tokens:
-        start = time.perf_counter()
-        ids = ids.to(device)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        if device != "cpu":
+        starts.append(time.perf_counter())
+        loss = 0.0
+        for part in ids.split(args.batch):
+            part = part.to(args.device)
+            out = model(input_ids=part, labels=part).loss / args.micro
+            out.backward()
+            loss += out.detach()
+        if args.device != "cpu":
             torch.cuda.synchronize()
-        computing.append(time.perf_counter() - start)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        computing.append(time.perf_counter() - starts[-1])
+        if clips:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-        if device != "cpu":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return losses, computing, seconds
+        losses.append(float(loss))
+    if isinstance(optimizer, HostOptimizer):
+        optimizer.settle()
+    if args.device != "cpu":
+        torch.cuda.synchronize()
+    ends = [*starts[1:], time.perf_counter()]
+    return losses, computing, [end - start for start, end in zip(starts, ends, strict=True)]
+
+
+def resident(peak: bool = False) -> int:
+    """Bytes of this process's memory that are in RAM, now or at most since it began."""
+    key = "VmHWM" if peak else "VmRSS"
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
 def measured(system: str, args: argparse.Namespace, tokens: list[torch.Tensor]) -> dict[str, Any]:
-    import megatrain
-
     cuda = args.device == "cuda"
+    before = resident()
     model = build(SHAPES[args.model], args.device)
     count = sum(p.numel() for p in model.parameters())
     start = time.perf_counter()
@@ -97,27 +116,30 @@ def measured(system: str, args: argparse.Namespace, tokens: list[torch.Tensor]) 
     if system == "plain":
         model.to(args.device)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     else:
-        ids = tokens[0]
+        ids = tokens[0][: args.batch]
         megatrain.compile(model, device=args.device, memory=args.memory, example=dict(input_ids=ids, labels=ids))
+        optimizer = megatrain.AdamW(model.parameters(), lr=1e-5, max_grad_norm=args.clip or None, update=args.update)
     row["prepare_s"] = round(time.perf_counter() - start, 1)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    losses, computing, seconds = train(model, tokens, args.device)
+    losses, computing, seconds = train(model, optimizer, tokens, args)
     step = statistics.median(seconds[2:] or seconds)
-    n = args.batch * args.sequence
+    n = args.batch * args.micro * args.sequence
     row |= dict(
         step_s=round(step, 3),
         fwd_bwd_s=round(statistics.median(computing[2:] or computing), 3),
         tokens_s=round(n / step),
         tflops_6nt=round(6 * count * n / step / 1e12, 1),
         device_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else 0.0,
+        host_bytes=round((resident(peak=True) - before) / count, 2),
         losses=[round(x, 4) for x in losses],
     )
     if system != "plain":
         found = megatrain.stats(model)
         row |= dict(planned_gib=round(found.planned_peak / 2**30, 2), budget_gib=round(found.budget / 2**30, 2))
-    del model
+    del model, optimizer
     gc.collect()
     if cuda:
         torch.cuda.empty_cache()
@@ -128,18 +150,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="0.49b")
     parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--micro", type=int, default=1, help="micro-batches a step, of --batch each")
+    parser.add_argument("--clip", type=float, default=1.0, help="largest gradient norm; 0 for none")
+    parser.add_argument("--update", default="host", help="megatrain.AdamW's update=")
     parser.add_argument("--sequence", type=int, default=1024)
     parser.add_argument("--memory", default="24GiB")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--systems", default="megatrain,plain")
     args = parser.parse_args()
-    tokens = batches(SHAPES[args.model]["vocab_size"], args.batch, args.sequence, args.steps)
+    if args.device == "cuda":
+        torch.ones(1, device="cuda").sum().item()
+    tokens = batches(SHAPES[args.model]["vocab_size"], args.batch * args.micro, args.sequence, args.steps)
     rows: list[dict[str, Any]] = []
     for system in args.systems.split(","):
         rows.append(measured(system, args, tokens))
         print(json.dumps(rows[-1]), flush=True)
-    head = ("step_s", "fwd_bwd_s", "tokens_s", "tflops_6nt", "device_gib")
+    head = ("step_s", "fwd_bwd_s", "tokens_s", "tflops_6nt", "device_gib", "host_bytes")
     print(f"{'system':<10}", *(f"{h:>10}" for h in head), f"{'first loss':>11} {'last loss':>10}")
     for r in rows:
         print(f"{r['system']:<10}", *(f"{r[h]:>10}" for h in head), f"{r['losses'][0]:>11} {r['losses'][-1]:>10}")

@@ -19,7 +19,7 @@ from numba import njit, prange, types
 from numba.extending import overload
 
 ONE = np.float32(1)
-BLOCK = 1 << 16
+BLOCK = 1 << 13
 """Elements that `squares` adds up in one go; a fixed number, so that sums do not depend on the number of threads."""
 
 
@@ -146,17 +146,23 @@ def lion(w: Any, r: Any, g: Any, m: Any, v: Any, c: Any) -> None:
         store(w, r, i, load(w, r, i) * decay - lr * sign)
 
 
+@njit(nogil=True, error_model="numpy", fastmath={"reassoc", "nsz", "contract"})
+def _squares(g: Any) -> Any:
+    """The sum of squares of a block: in whatever order is fast, which is the same each time."""
+    total = np.float32(0)
+    for i in range(g.size):
+        x = wide(g[i])
+        total += x * x
+    return total
+
+
 @_parallel
 def squares(g: Any) -> Any:
-    """The sum of squares of a gradient, in double precision: blocks by themselves, then block by block."""
+    """The sum of squares of a gradient: blocks by themselves in fp32, then block by block in double precision."""
     blocks = (g.size + BLOCK - 1) // BLOCK
     sums = np.zeros(blocks, np.float64)
     for b in prange(blocks):
-        total = 0.0
-        for i in range(b * BLOCK, min((b + 1) * BLOCK, g.size)):
-            x = np.float64(wide(g[i]))
-            total += x * x
-        sums[b] = total
+        sums[b] = _squares(g[b * BLOCK : (b + 1) * BLOCK])
     total = 0.0
     for b in range(blocks):
         total += sums[b]

@@ -1,0 +1,57 @@
+"""Host updates beside CUDA streams: the same bits however long each lane takes."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megatrain
+from tests.numerics.test_optim import Net, ids
+from tests.numerics.twins import same
+
+pytestmark = pytest.mark.cuda
+
+
+def trained(seed: int, **options: Any) -> tuple[list[float], Any]:
+    """(losses, model) of ten steps, with random delays on every lane unless `seed` is 0."""
+    torch.manual_seed(0)
+    model: Any = megatrain.compile(Net(width=256, depth=6).bfloat16(), device="cuda")
+    opt = megatrain.AdamW(model.parameters(), lr=1e-2, **options)
+    rng = random.Random(seed)
+    model.__dict__["_megatrain"].runtime.lanes.delay = (lambda label: rng.random() * 0.003) if seed else None
+    losses: list[float] = []
+    for t in range(10):
+        loss = model(ids(t))
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
+    megatrain.synchronize(model)
+    return losses, model
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}, {"update": "in-backward"}], ids=str)
+def test_delays_change_nothing(options: dict[str, Any]) -> None:
+    expected, model = trained(0, **options)
+    for seed in (1, 2, 3):
+        losses, other = trained(seed, **options)
+        assert losses == expected
+        assert all(same(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_in_the_backward_as_after_it() -> None:
+    (a, one), (b, two) = trained(0), trained(4, update="in-backward")
+    assert a == b and all(same(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
+
+
+def test_norms_are_torchs() -> None:
+    torch.manual_seed(0)
+    model: Any = megatrain.compile(Net(width=256, depth=6).bfloat16(), device="cuda")
+    model(ids(0)).backward()
+    exact = torch.stack([p.grad.double().norm() for p in model.parameters() if p.grad is not None]).norm()
+    torch.testing.assert_close(megatrain.clip_grad_norm_(model.parameters(), 1e9).double(), exact, rtol=1e-5, atol=0)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
