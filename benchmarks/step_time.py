@@ -28,7 +28,7 @@ import megatrain
 from megatrain.stepping import HostOptimizer
 
 SHAPES: dict[str, dict[str, Any]] = {}
-"""Qwen2's public configurations by parameters, and one for trying this script out."""
+"""Qwen2's public configurations by parameters, deeper ones of 7.62b, and one for trying this script out."""
 
 for line in [
     "",
@@ -36,6 +36,8 @@ for line in [
     "0.49b  896   24  14  2  4864   151936  yes",
     "3.09b  2048  36  16  2  11008  151936  yes",
     "7.62b  3584  28  28  4  18944  152064  no",
+    "8.55b  3584  32  28  4  18944  152064  no",
+    "10.2b  3584  39  28  4  18944  152064  no",
     "",
 ][1:-1]:
     name, *numbers, tied = line.split()
@@ -134,6 +136,7 @@ def measured(system: str, args: argparse.Namespace, tokens: list[torch.Tensor]) 
         tflops_6nt=round(6 * count * n / step / 1e12, 1),
         device_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else 0.0,
         host_bytes=round((resident(peak=True) - before) / count, 2),
+        host_gib=round(resident(peak=True) / 2**30, 1),
         losses=[round(x, 4) for x in losses],
     )
     if system != "plain":
@@ -160,7 +163,8 @@ def main() -> None:
     parser.add_argument("--systems", default="megatrain,plain")
     args = parser.parse_args()
     if args.device == "cuda":
-        torch.ones(1, device="cuda").sum().item()
+        x = torch.ones(64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        (x @ x).sum().backward()  # CUDA and its matrix libraries are there before memory is counted
     tokens = batches(SHAPES[args.model]["vocab_size"], args.batch * args.micro, args.sequence, args.steps)
     rows: list[dict[str, Any]] = []
     for system in args.systems.split(","):
