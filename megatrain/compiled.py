@@ -94,6 +94,7 @@ class Compiled:
         self.schedules: dict[str, Schedule] = {}
         """The last schedule run, by kind; see `ran`."""
         self.warned: set[str] = set()
+        self.keeper = 0
         self.lock = threading.RLock()
         self.updates = Updates(self.runtime)
         forget = weakref.ref(self.updates)
@@ -109,6 +110,7 @@ class Compiled:
     def adopted(self, model: nn.Module) -> None:
         """Lays out the host planes and forgets what was captured."""
         self.updates.settle_all()
+        self.runtime.evict()
         for name, p in model.named_parameters():
             if p.device not in (torch.device("cpu"), torch.device("meta"), self.device):
                 raise ValueError(
@@ -124,6 +126,8 @@ class Compiled:
                 if isinstance(t := self.tensors[name], nn.Parameter):
                     HOMES[t] = Home(weakref.ref(self.updates), plane, name)
         self.captures.clear()
+        self.resident: tuple[str, ...] | None = None
+        """Planes that live on the device; None while nothing is decided."""
 
     # -- one call ---------------------------------------------------------------------------------------------------
 
@@ -172,6 +176,34 @@ class Compiled:
                 results = step.forward()
         structure = made.capture.structure
         return structure.rebuild(list(results), call.tensors, self.tensors, sizes)
+
+    def candidates(self, program: Program) -> tuple[tuple[str, ...], dict[str, int]]:
+        """(planes that may live on the device, bytes of the optimizer's state of each): those that the program uses and
+        whose trained parameters an optimizer with update="auto" holds."""
+        keeper = self.updates.keeper() if self.updates.keeper else None
+        if keeper is None or not self.budget:
+            return (), {}
+        if self.resident is None or self.keeper != id(keeper):
+            self.keeper = id(keeper)
+            used = {p for layer in program.layers for p in layer.planes}
+            with quiet():
+                trained = {
+                    plane: [t for n in names if isinstance(t := self.tensors[n], nn.Parameter) and t.requires_grad]
+                    for plane, names in self.planes.items()
+                }
+            self.resident = tuple(p for p, ts in trained.items() if p in used and ts and all(map(keeper.holds, ts)))
+        return self.resident, {p: keeper.state_bytes(self.updates, p) for p in self.resident}
+
+    def refresh(self, executable: Executable) -> None:
+        """What was written on the host goes to the planes that live on the device."""
+        if executable.residents:
+            self.runtime.claim(executable)
+        for plane, resident in self.runtime.residents.items():
+            with quiet(), torch.no_grad():
+                resident.tensors = [self.tensors[n] for n in self.planes[plane]]
+                if resident.loaded != resident.versions():
+                    self.runtime.lanes.finish()
+                    resident.load(self.runtime.store.planes[plane].flat[: resident.weight_layout.bytes])
 
     def ran(self, kind: str, schedule: Schedule) -> None:
         self.schedules[kind] = schedule
@@ -295,15 +327,21 @@ class Compiled:
         """The schedule for these sizes, ready to run; made when it is first needed.  A backward that is given other
         gradients than every one that could be (`wanted`) is emitted from the same plan."""
         shapes = tuple(arguments_of(made.program, call).items())
-        form = (shapes, tuple(t.requires_grad for t in call.tensors.values()), extra, self.updates.rule)
+        flags = tuple(t.requires_grad for t in call.tensors.values())
+        candidates, state_bytes = self.candidates(made.program)
+        form = (shapes, flags, extra, self.updates.rule, candidates, tuple(state_bytes.values()))
         if (form, wanted) in made.executables:
             return made.executables[form, wanted]
         before = [p for p in self.rest if p.needs not in ("planned", "scheduled")]
         after = self.rest[len(before) :]
         if form not in made.planned:
-            made.planned[form] = run(
-                sized(made.program, call, sizes, extra).replace(update=self.updates.rule), before, self.observing
-            )
+            program = sized(made.program, call, sizes, extra)
+            program = program.replace(update=self.updates.rule, candidates=candidates, state_bytes=state_bytes)
+            planned = run(program, before, self.observing)
+            if candidates != planned.plan.resident:  # from now on there are fewer candidates
+                self.resident = planned.plan.resident
+                return self.executable(made, call, sizes, extra, wanted)
+            made.planned[form] = planned
         program = run(made.planned[form].replace(wanted=wanted), after, self.observing)
         if len(made.executables) >= MOST_EXECUTABLES:
             oldest = next(iter(made.executables))
@@ -327,6 +365,7 @@ class Compiled:
             weights={t.name: t.weights for t in program.templates},
             layouts=dict(self.runtime.store.layouts),
             grad_layouts={p: grad_layout(names, self.tensors) for p, names in program.planes.items()},
+            residents={p: (f"r{i}", f"h{i}", f"o{i}") for i, p in enumerate(program.plan.resident)},
         )
 
 

@@ -83,6 +83,18 @@ class Stepper(Protocol):
         ...
 
 
+class Keeper(Protocol):
+    """An optimizer whose state may live on the device."""
+
+    def holds(self, p: nn.Parameter) -> bool: ...
+
+    def state_bytes(self, updates: Updates, plane: str) -> int: ...
+
+    def pull_state(self, updates: Updates, plane: str) -> None:
+        """Brings the state of a plane to the host."""
+        ...
+
+
 class Updates:
     """What is due on the planes of one compiled model, and what its last backward noted of the gradients."""
 
@@ -97,6 +109,9 @@ class Updates:
         """The last training schedule, whose update half this is."""
         self.stepper: Callable[[], Stepper | None] | None = None
         """A weak reference to the optimizer that updates parameters in the backward."""
+        self.keeper: Callable[[], Keeper | None] | None = None
+        """A weak reference to the optimizer whose state may live on the device."""
+        runtime.evicting = self.evict
         self.unstepped = False
         """A backward has updated parameters, and its optimizer's `step()` has not been called yet."""
         self.broken = False
@@ -192,10 +207,14 @@ class Updates:
     def issue(self, works: Mapping[str, Callable[[], None]], rule: str) -> dict[str, Ticket]:
         """Hands updates to the host lane, by weight plane, in the order in which the next forward needs them."""
         planes = tuple(works)
+        slots = self.runtime.resident_slots
         if planes not in self._ops:
-            self._ops[planes] = update_ops(self.schedule, planes, rule)
+            self._ops[planes] = update_ops(self.schedule, planes, rule, slots)
         ops = self.half = self._ops[planes]
-        return self.runtime.update(ops, {op.label: works[op.writes[0]] for op in ops})
+        living = {names[1]: plane for plane, names in slots.items()}
+        plane_of = {op.label: living[op.reads[0]] if op.verb == "compute" else op.writes[0] for op in ops}
+        tickets = self.runtime.update(ops, {label: works[plane] for label, plane in plane_of.items()})
+        return {plane_of[label]: ticket for label, ticket in tickets.items()}
 
     def on_host(self, work: Callable[[], Any]) -> Any:
         """What `work` returns, run on the host lane."""
@@ -217,12 +236,18 @@ class Updates:
                 p.__class__ = Guarded
 
     def settle(self, plane: str) -> None:
-        """Waits for the update of a plane, and multiplies its gradients by their factor.  Raises what failed on any
-        lane."""
+        """Waits for the update of a plane, brings to the host what lives on the device, and multiplies its gradients by
+        their factor.  Raises what failed on any lane."""
         due = self.due.get(plane)
         if due is not None:
             due.ticket.wait()
         with self.lock:
+            if resident := self.runtime.residents.get(plane):
+                with quiet(), torch.no_grad():
+                    self.runtime.pull(plane)
+                for p in resident.parameters:
+                    unguard(p)
+                resident.parameters.clear()
             factor = self.factors.pop(plane, None)
             for p in factor.parameters if factor else ():
                 with quiet(), torch.no_grad():
@@ -236,8 +261,27 @@ class Updates:
             self.runtime.lanes.finish(())
 
     def settle_all(self) -> None:
-        for plane in {*self.due, *self.factors}:
+        for plane in {*self.due, *self.factors, *self.runtime.residents}:
             self.settle(plane)
+
+    def evict(self, plane: str) -> None:
+        """A plane is about to live on the host again."""
+        keeper = self.keeper() if self.keeper else None
+        if keeper is not None:
+            keeper.pull_state(self, plane)
+        for p in self.runtime.residents[plane].parameters:
+            unguard(p)
+
+    def guard(self, plane: str, parameters: Sequence[nn.Parameter]) -> None:
+        """The gradients of these parameters live on the device."""
+        resident = self.runtime.residents[plane]
+        with quiet():
+            if any(type(p) not in (nn.Parameter, Guarded) for p in parameters):
+                self.settle(plane)
+                return
+            resident.parameters = list(parameters)
+            for p in parameters:
+                p.__class__ = Guarded
 
     def settle_gradients(self) -> None:
         """Multiplies gradients by their factors: more are about to be added."""

@@ -8,7 +8,7 @@ Prefetches stand just before their use here; the pass `prefetch` moves them up.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -37,6 +37,10 @@ def emitted(program: Program) -> tuple[Schedule, dict[str, BodySpec]]:
     """The schedule of a planned program, with exact waits, and what each body name in it stands for."""
     e = _Emitter(program)
     spilled = spilled_values(program)
+    for i, plane in enumerate(program.plan.resident):
+        sizes = {"r": program.plane_bytes[plane], "h": program.grad_bytes[plane], "o": program.state_bytes[plane]}
+        for kind, size in sizes.items():
+            _slot(e, f"{kind}{i}", "resident", size)
     for i in program.inputs:
         if i.kind != "weight":
             shape, _, dtype = program.weights[i.target] if i.kind == "state" else program.arguments[i.name]
@@ -66,16 +70,23 @@ def emitted(program: Program) -> tuple[Schedule, dict[str, BodySpec]]:
     return place_waits(schedule), e.specs
 
 
-def update_ops(schedule: Schedule, planes: Sequence[str], rule: str) -> tuple[Op, ...]:
-    """The update half for these weight planes, in the order in which the forward fetches them; others come last."""
+def update_ops(
+    schedule: Schedule, planes: Sequence[str], rule: str, resident: Mapping[str, tuple[str, str, str]]
+) -> tuple[Op, ...]:
+    """The update half for these weight planes, in the order in which the forward uses them.  `resident` gives the slots
+    (weights, gradients, state) of planes that live on the device: they are updated there, first."""
     fetches = [op for op in schedule.forward if op.verb == "prefetch"]
     fetched = {op.reads[0]: op.label.replace("fetch", "upd", 1) for op in reversed(fetches)}
     known = [p for p in dict.fromkeys(op.reads[0] for op in fetches) if p in planes]
     ops: list[Op] = []
-    for plane in [*known, *(p for p in planes if p not in known)]:
+    for plane in planes:
+        if plane in resident:
+            w, h, o = resident[plane]
+            ops.append(Op(f"upd_{h}", "compute", (h, o, w), (o, w), rule))
+    for plane in [*known, *(p for p in planes if p not in known and p not in resident)]:
         label = fetched.get(plane, f"upd_{plane.removesuffix('.w').replace('.', '_')}")
         ops.append(Op(label, "update", (f"{plane.removesuffix('.w')}.dw",), (plane,), rule))
-    return place_waits(Schedule(update=tuple(ops))).update
+    return place_waits(schedule.replace(forward=(), backward=(), update=tuple(ops))).update
 
 
 def spilled_values(program: Program) -> dict[str, str]:
@@ -118,6 +129,10 @@ def _fetch(e: _Emitter, layer: Layer, prefix: str) -> tuple[list[Op], list[str]]
     slots: list[str] = []
     ring, others = _ring(layer, e.program), 0
     for plane in layer.planes:
+        if plane in e.program.plan.resident:
+            slots.append(f"r{e.program.plan.resident.index(plane)}")
+            others += plane != ring
+            continue
         if plane == ring:
             slot, suffix = f"w{e.turn['w'] % e.program.plan.slots}", ""
             e.turn["w"] += 1
@@ -266,7 +281,10 @@ def _backward(e: _Emitter, spilled: dict[str, str]) -> tuple[tuple[Op, ...], tup
             others += p != ring
             gslots.append(_slot(e, slot, "gradients", size))
             left[p] -= 1
-            if not left[p]:
+            if not left[p] and p in program.plan.resident:
+                home = f"h{program.plan.resident.index(p)}"
+                leaving.append(Op(_label("acc", layer.label + suffix), "compute", (slot, home), (home,), "gradients"))
+            elif not left[p]:
                 plane = f"{p.removesuffix('.w')}.dw"
                 if program.update:
                     plane = f"ring.{e.turn['ring'] % RING}.g" if p == ring else "ring.own.g"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from megatrain.deferred import Home
@@ -32,16 +33,22 @@ class Held:
 class Work:
     """The update of one plane: (kernel, its arrays) of each parameter, and tensors to be zeroed first."""
 
-    calls: list[tuple[Any, tuple[Array, ...]]] = field(default_factory=list)
+    calls: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
     zeroed: list[Tensor] = field(default_factory=list)
+    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """(to, from) of what is on the host and is needed on the device."""
     parameters: list[nn.Parameter] = field(default_factory=list)
 
     def __call__(self) -> None:
         for t in self.zeroed:
             t.zero_()
-        for kernel, arrays in self.calls:
-            kernel(*arrays)
+        with torch.no_grad():
+            for to, source in self.copies:
+                to.copy_(source)
+            for kernel, arrays in self.calls:
+                kernel(*arrays)
         self.calls.clear()  # with the gradients
+        self.copies.clear()
 
 
 class State(defaultdict[Any, Any]):

@@ -19,7 +19,9 @@ class AdamW(HostOptimizer):
     Of a compiled model's parameters, or groups of them with options of their own, as `torch.optim.AdamW`, to and from
     which its `state_dict` loads.  With `max_grad_norm` gradients are clipped by their global 2-norm as
     `torch.nn.utils.clip_grad_norm_` does, in the update, without another pass; `grad_norm` is the last step's norm.
-    `update="host"` runs updates on the host while the next forward runs.  `update="in-backward"` runs them as gradients
+    `update="auto"` lets weights, gradients and state of as many planes live on the device as the budget has room for,
+    where updates take no time; the rest is updated on the host while the next forward runs, as all is with
+    `update="host"`.  `update="in-backward"` runs them as gradients
     land: there is no `.grad`, gradients take a few layers' memory, and neither clipping nor accumulation over several
     backwards is possible; call `step()` after each backward all the same.
 
@@ -37,7 +39,7 @@ class AdamW(HostOptimizer):
         weight_decay: float = 1e-2,
         *,
         max_grad_norm: float | None = None,
-        update: str = "host",
+        update: str = "auto",
         amsgrad: bool = False,
         maximize: bool = False,
     ):
@@ -75,7 +77,7 @@ class SGD(HostOptimizer):
         nesterov: bool = False,
         *,
         max_grad_norm: float | None = None,
-        update: str = "host",
+        update: str = "auto",
         maximize: bool = False,
     ):
         self.moments = SGD.moments if momentum else ()
@@ -114,7 +116,7 @@ class Lion(HostOptimizer):
         weight_decay: float = 0.0,
         *,
         max_grad_norm: float | None = None,
-        update: str = "host",
+        update: str = "auto",
     ):
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay), max_grad_norm, update)
 

@@ -129,6 +129,8 @@ class Plan:
     keep: frozenset[str] = frozenset()
     spill: frozenset[str] = frozenset()
     peak: int = 0
+    resident: tuple[str, ...] = ()
+    """Host planes that live on the device: weights, gradients and optimizer state."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,10 @@ class Program:
     schedule: Schedule = field(default_factory=Schedule)
     update: str = ""
     """The rule of updates in the backward half (`adamw`), for which gradients wait in a ring; empty: there are none."""
+    candidates: tuple[str, ...] = ()
+    """Host planes that may live on the device, the first ones first."""
+    state_bytes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    """Bytes of the optimizer's state of each candidate."""
     extra: bool = False
     """Another forward is outstanding: this one may leave nothing but its shared values on the device."""
 

@@ -17,6 +17,7 @@ from megatrain.lanes import Lanes, Ticket
 from megatrain.liveness import last_uses
 from megatrain.meter import Meter
 from megatrain.program import DTYPES, BodySpec
+from megatrain.residence import Resident, Slots
 from megatrain.schedule import PAGE, Op, Schedule, TensorType, nbytes, on_host, prev_of
 from megatrain.store import Store
 from megatrain.text import show_op
@@ -35,6 +36,8 @@ class Executable:
     layouts: Mapping[str, Layout]
     grad_layouts: Mapping[str, Layout]
     """By the name of the weight plane."""
+    residents: Mapping[str, Slots] = field(default_factory=dict)
+    """Slots of weight planes that live on the device."""
     steps: Mapping[str, Step] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -73,7 +76,7 @@ def _steps(e: Executable) -> dict[str, Step]:
     dies = last_uses(s)
     received = dict.fromkeys((op.label for op in s.forward), s.outputs)
     bodies = s.bodies
-    held: dict[str, Any] = {}
+    held: dict[str, Any] = {slots[0]: plane for plane, slots in e.residents.items()}
     types: dict[str, TensorType] = {}
     out: dict[str, Step] = {}
     for op in s.ops:
@@ -94,6 +97,8 @@ def _steps(e: Executable) -> dict[str, Step]:
                 types[target], size = source, nbytes(source)
         elif op.verb == "update":
             planes = [op.writes[0]]
+        elif op.verb == "compute" and "." not in op.call:
+            planes = [held[op.reads[0]]]
         elif op.verb == "compute":
             count = len(dict.fromkeys(p for p, _ in e.weights[op.call.partition(".")[0]]))
             spec = e.bodies[op.call].spec
@@ -122,6 +127,8 @@ class Runtime:
         self.device, self.lanes, self.pin = device, lanes, pin
         self.store = Store({}, {})
         self.gradients = GradientPlanes(pin)
+        self.unfilled = GradientPlanes()
+        """For gradients that live on the device: memory that is taken only when somebody looks."""
         self.slots: dict[str, Tensor] = {}
         self.last: dict[str, dict[str, Ticket]] = {}
         self.frames: weakref.WeakSet[Frame] = weakref.WeakSet()
@@ -131,6 +138,11 @@ class Runtime:
         lanes.describe = lambda label: f"in {self.lines[label].strip()}"
         self.norms: dict[str, Tensor] = {}
         """Weight plane -> the norms of its parameters' gradients, f32 on the device, of the last backward."""
+        self.residents: dict[str, Resident] = {}
+        """Weight planes that live on the device."""
+        self.resident_slots: dict[str, Slots] = {}
+        self.evicting: Callable[[str], None] = lambda plane: None
+        """Told of a plane before it ceases to live on the device."""
         self.rings: dict[str, HostBuffer] = {}
         """Host buffers that gradients go through when updates run in the backward."""
         self.measure = False
@@ -140,7 +152,7 @@ class Runtime:
         """Runs the half; when it returns, no copy touches a host plane any more, and on the CPU nothing is computed.
         Updates may still run: their tickets, by weight plane.  Raises the first failure of an op, with its line."""
         e = frame.executable
-        self.claim(e.schedule)
+        self.claim(e)
         lanes = self.lanes
         self.lines |= {op.label: e.steps[op.label].line for op in getattr(e.schedule, half)}
         lanes.begin()
@@ -164,15 +176,16 @@ class Runtime:
 
     def update(self, ops: Sequence[Op], work: Mapping[str, Callable[[], None]]) -> dict[str, Ticket]:
         """Issues the update half, and returns without waiting; `work` gives what each op does, by label.  Tickets by
-        the weight plane that is written."""
+        label."""
         found: dict[str, Ticket] = {}
+        self.lanes.begin()
         for op in ops:
             self.lines[op.label] = show_op(op)
             waits = [t for wait in op.after for t in self.resolved(wait, op, {})]
             ticket = self.lanes.issue(op.lane, op.label, work[op.label], waits, always=True)
             for name in op.touches:
                 self.last.setdefault(name, {})[op.lane] = ticket
-            found[op.writes[0]] = ticket
+            found[op.label] = ticket
         return found
 
     def resolved(self, wait: str, op: Op, tickets: Mapping[str, Ticket]) -> Sequence[Ticket]:
@@ -181,10 +194,18 @@ class Runtime:
             return [t for lane, t in self.last.get(name, {}).items() if lane != op.lane]
         return [tickets[wait]]
 
-    def claim(self, schedule: Schedule) -> None:
+    def claim(self, e: Executable) -> None:
         """Allocates the schedule's slots, where they are not there yet from the schedule before.  Under a budget
-        there are these slots and no others; without one, slots only grow."""
+        there are these slots and no others; without one, slots only grow.  What lives on the device stays, or goes back
+        to the host if it is to live there now."""
+        schedule = e.schedule
         wanted = schedule.slot_bytes
+        if self.resident_slots != e.residents or any(self.other(p, r, e) for p, r in self.residents.items()):
+            self.lanes.finish()
+            self.evict()
+            self.resident_slots = dict(e.residents)
+            for name in [s.name for s in schedule.slots if s.role == "resident"]:
+                self.slots.pop(name, None)
         have = {n: t.numel() for n, t in self.slots.items()}
         if not schedule.budget:
             wanted = have | {n: max(size, have.get(n, 0)) for n, size in wanted.items()}
@@ -193,12 +214,42 @@ class Runtime:
         self.lanes.finish()
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+        own = {n for slots in self.resident_slots.values() for n in slots}
+        kept = {n: t for n, t in self.slots.items() if n in own and t.numel() == wanted.get(n)}
         self.slots.clear()
         self.last.clear()
-        self.slots |= {n: torch.empty(size, dtype=torch.uint8, device=self.device) for n, size in wanted.items()}
+        new = {n: size for n, size in wanted.items() if n not in kept}
+        self.slots |= kept | {n: torch.empty(s, dtype=torch.uint8, device=self.device) for n, s in new.items()}
+        for plane, names in e.residents.items():
+            if plane not in self.residents:
+                w, g, o = (self.slots[n] for n in names)
+                self.residents[plane] = Resident(w, g, o, e.layouts[plane], e.grad_layouts[plane])
+
+    def other(self, plane: str, resident: Resident, e: Executable) -> bool:
+        """Whether the executable wants a plane that lives on the device otherwise than it does."""
+        sizes = e.schedule.slot_bytes
+        state = sizes[e.residents[plane][2]] if plane in e.residents else 0
+        return resident.gradient_layout != e.grad_layouts.get(plane) or resident.state.numel() != state
+
+    def evict(self) -> None:
+        """Brings everything that lives on the device back to the host, and forgets it."""
+        for plane in list(self.residents):
+            self.pull(plane)
+            self.evicting(plane)
+        self.residents.clear()
+
+    def pull(self, plane: str) -> None:
+        """Gives the host's plane and gradients what lives on the device."""
+        resident = self.residents[plane]
+        if resident.newer or resident.given:
+            self.lanes.finish(("compute",))
+            resident.pull_weights(self.store.planes[plane].flat[: self.store.layouts[plane].bytes])
+            resident.pull_gradients()
 
     def perform(self, op: Op, step: Step, frame: Frame) -> None:
-        if op.verb == "compute":
+        if op.verb == "compute" and "." not in op.call:
+            self.gather(op, step, frame)
+        elif op.verb == "compute":
             self.compute(op, step, frame)
         elif op.verb == "prefetch":
             self.prefetch(op, step, frame)
@@ -218,6 +269,17 @@ class Runtime:
         target = op.writes[0]
         buffer = frame.grads[target][0] if target in frame.grads else frame.spilled.get(target) or self.rings[target]
         buffer.flat[: step.size].copy_(self.slots[op.reads[0]][: step.size], non_blocking=True)
+
+    def gather(self, op: Op, step: Step, frame: Frame) -> None:
+        """Adds the gradients of a plane to those that live on the device."""
+        plane = step.planes[0]
+        layout = frame.executable.grad_layouts[plane]
+        views = layout.views(self.slots[op.reads[0]])
+        made = {e.name: v for e, v in zip(layout.entries, views, strict=True) if e.name in frame.defined}
+        with torch.no_grad():
+            norms = self.residents[plane].add(made)
+        if norms is not None:
+            self.norms[plane] = norms
 
     def land(self, op: Op, step: Step, frame: Frame) -> None:
         """An update in the backward: gives the gradients of a plane, where there are any, to the optimizer."""
@@ -269,6 +331,8 @@ class Runtime:
         """Norms of the gradients in slots that a backward has just written, in the order of their layout.  Of a sum of
         several layers' gradients the last note holds."""
         for p, slot in zip(spec.trains, slots, strict=True):
+            if planes[p] in e.residents:
+                continue
             views = e.grad_layouts[planes[p]].views(self.slots[slot])
             self.norms.pop(planes[p], None)
             if not all(v.dtype in (torch.float32, torch.bfloat16, torch.float16) for v in views):

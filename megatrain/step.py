@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from megatrain.capture import Call
 from megatrain.deferred import quiet
-from megatrain.runtime import Frame
+from megatrain.runtime import Executable, Frame
 from megatrain.watching import transformed
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class Running:
         s = frame.executable.schedule
         c.ran("train" if s.backward else "eval", s)
         try:
+            c.refresh(frame.executable)
             c.runtime.run("forward", frame)
         except BaseException:
             frame.values.clear()
@@ -132,6 +134,8 @@ class Running:
                 if op.verb == "offload" and target.endswith(".dw"):
                     layout = executable.grad_layouts[f"{target.removesuffix('.dw')}.w"]
                     frame.grads[target] = c.runtime.gradients.take(target, layout)
+        c.runtime.claim(executable)
+        filled = {p for p in executable.residents if self.begun(p, executable)}
         try:
             frame.land = c.updates.begin_backward(self.parameters)
             c.runtime.ring(executable)
@@ -143,6 +147,8 @@ class Running:
                 names = [e.name for e in executable.grad_layouts[plane].entries]
                 c.updates.note(plane, [t if n in frame.defined else None for n, t in zip(names, tensors, strict=True)])
                 by_name |= {n: t for n, t in zip(names, tensors, strict=True) if n in frame.defined}
+            for plane in executable.residents:
+                by_name |= self.resided(plane, executable, plane in filled)
         finally:
             frame.values.clear()
             frame.spilled.clear()
@@ -152,6 +158,45 @@ class Running:
             g = inputs.get(name)
             out.append(None if g is None else g.detach().to(self.call.tensors[target].device))
         return out
+
+    def begun(self, plane: str, executable: Executable) -> bool:
+        """A backward is about to add to the gradients of a plane that lives on the device: those that somebody has
+        dropped or replaced are no longer there.  Whether the new ones must be filled at once, because the host is to
+        add them to others."""
+        c = self.compiled
+        resident = c.runtime.residents[plane]
+        if resident.handed():
+            c.updates.settle(plane)
+        filled = False
+        with quiet():
+            for e in executable.grad_layouts[plane].entries:
+                grad = c.tensors[e.name].grad
+                if grad is None or not resident.holds_gradient(e.name, grad):
+                    resident.has.discard(e.name)
+                    resident.given.pop(e.name, None)
+                    filled = filled or grad is not None
+        return filled
+
+    def resided(self, plane: str, executable: Executable, filled: bool) -> dict[str, Tensor]:
+        """What autograd is given for the gradients of a plane that live on the device: host tensors, once, which are
+        filled when somebody looks at them, or now if `filled`."""
+        c = self.compiled
+        resident, layout = c.runtime.residents[plane], executable.grad_layouts[plane]
+        names = [e.name for e in layout.entries]
+        new = [n for n in names if n in resident.has and n not in resident.given]
+        found: dict[str, Tensor] = {}
+        if new:
+            buffer, tensors = c.runtime.unfilled.take(f"{plane.removesuffix('.w')}.dw", layout)
+            settle = partial(c.updates.settle, plane)
+            for n, t, alias in zip(names, tensors, buffer.tensors(layout), strict=True):
+                if n in new:
+                    found[n] = resident.land(n, t, alias, settle)
+        c.updates.note(plane, [resident.given.get(n) for n in names])
+        if filled:
+            c.runtime.pull(plane)
+        else:
+            c.updates.guard(plane, [c.tensors[n] for n in names if n in resident.has])  # type: ignore[misc]
+        return found
 
 
 def batched(g: Tensor | None) -> bool:

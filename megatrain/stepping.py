@@ -17,18 +17,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megatrain import kernels
+from megatrain import device, kernels
 from megatrain.clip import clip_factor, total_norm
 from megatrain.deferred import HOMES, Home, Land, Updates, quiet
-from megatrain.host import HostBuffer, Spec, available, dense_stride, flat, layout_of
+from megatrain.host import HostBuffer, Layout, Spec, available, dense_stride, flat, layout_of
 from megatrain.hoststate import Array, Held, State, Work, alias
+from megatrain.residence import Resident
 
 Group = dict[str, Any]
 NOTHING: Array = np.empty(0, np.float32)
 Numbers = dict[tuple[int, int, float], Array]
 """A rule's constants by (group, step, factor)."""
 
-UPDATES = ("host", "in-backward")
+UPDATES = ("auto", "host", "in-backward")
 NO_REMAINDER: Array = np.empty(0, np.int16)
 
 
@@ -53,6 +54,8 @@ class HostOptimizer(torch.optim.Optimizer):
         self.grad_norm: Tensor = torch.tensor(math.nan)
         """Norm of the gradients at the last step, before clipping (fp32; NaN while there is no max_grad_norm)."""
         self.held: dict[nn.Parameter, Held] = {}
+        self.planes: dict[tuple[Updates, str], list[nn.Parameter]] = {}
+        """The parameters that have state, by plane."""
         self.exposed: set[str] = set()
         self.building = True
         super().__init__(params, defaults)
@@ -64,6 +67,8 @@ class HostOptimizer(torch.optim.Optimizer):
             if other is not None:
                 raise ValueError("this model has an optimizer with update='in-backward' already: delete that first")
             updates.stepper = weakref.ref(self)  # type: ignore[assignment]
+        for updates in self.owners() if update == "auto" else ():
+            updates.keeper = weakref.ref(self)  # type: ignore[assignment]
 
     @property
     def rule(self) -> str:
@@ -138,7 +143,10 @@ class HostOptimizer(torch.optim.Optimizer):
             remainders = dict(zip(halves, self.plane(halves, torch.int16), strict=True))
             for i, p in enumerate(ps):
                 with quiet():
-                    self.held[p] = Held(self.home(p), [m[i] for m in moments], remainders.get(p), p._version)
+                    home = self.home(p)
+                    if (updates := home.updates()) is not None:
+                        self.planes.setdefault((updates, home.plane), []).append(p)
+                    self.held[p] = Held(home, [m[i] for m in moments], remainders.get(p), p._version)
 
     def plane(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> list[Tensor]:
         """Zeros like each of the parameters, of another dtype, in one buffer."""
@@ -178,7 +186,11 @@ class HostOptimizer(torch.optim.Optimizer):
                 work = works.setdefault((updates, home.plane), Work())
                 foreign = p._version != self.held[p].version
                 self.written(p)
-                self.add(work, group, p, grad, clip * updates.factor(home.plane, p), numbers, foreign)
+                factor = clip * updates.factor(home.plane, p)
+                if resident := self.residing(updates, home.plane):
+                    self.add_resident(work, group, p, grad, factor, numbers, foreign, resident)
+                else:
+                    self.add(work, group, p, grad, factor, numbers, foreign)
             for updates, plane in works:
                 updates.factors.pop(plane, None)
             for updates in dict.fromkeys(u for u, _ in works):
@@ -197,7 +209,8 @@ class HostOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Adds the update of a parameter to its plane's.  `foreign`: somebody else has written the parameter since."""
         held = self.held[p]
-        step = self.begun(p, held, work, foreign)
+        step, zeroed = self.begun(p, held, foreign)
+        work.zeroed += zeroed
         key = (id(group), step, float(factor))
         if key not in numbers:
             numbers[key] = np.array([*self.numbers(group, step), factor], np.float32)
@@ -230,12 +243,14 @@ class HostOptimizer(torch.optim.Optimizer):
             torch.autograd.graph.increment_version(p)
             self.held[p].version = p._version
 
-    def begun(self, p: nn.Parameter, held: Held, work: Work, foreign: bool) -> int:
-        """The number of the step that begins, counted in the public state, which is made at the first, as torch does.
-        Takes up what the user has put there in our place."""
+    def begun(self, p: nn.Parameter, held: Held, foreign: bool) -> tuple[int, list[Tensor]]:
+        """The number of the step that begins, counted in the public state, which is made at the first, as torch does;
+        and the tensors among what is held that are to be zeroed first.  Takes up what the user has put there in our
+        place."""
         state: dict[str, Any] = dict.setdefault(self.state, p, {})
+        zeroed: list[Tensor] = []
         if "step" not in state:
-            work.zeroed += [*held.moments, *([] if held.remainder is None else [held.remainder])]
+            zeroed += [*held.moments, *([] if held.remainder is None else [held.remainder])]
             state["step"] = torch.tensor(0.0)
             state |= dict(zip(self.moments, held.moments, strict=True))
             if held.remainder is not None:
@@ -245,9 +260,95 @@ class HostOptimizer(torch.optim.Optimizer):
                 own.copy_(state[name])
                 state[name] = own
         if held.remainder is not None and foreign:
-            work.zeroed.append(held.remainder)
+            zeroed.append(held.remainder)
         state["step"] += 1
-        return int(state["step"])
+        return int(state["step"]), zeroed
+
+    def residing(self, updates: Updates, plane: str) -> Resident | None:
+        """What lives on the device for a plane, its state too; None for a plane that lives on the host."""
+        resident = updates.runtime.residents.get(plane)
+        if resident is None or not resident.tensors:
+            return None
+        if not resident.current:
+            updates.runtime.lanes.finish(("compute",))
+            for p, (remainder, moments) in self.resident_state(updates, plane, resident).items():
+                held = self.held[p]
+                began = "step" in dict.get(self.state, p, {})
+                for here, there in zip(moments, held.moments, strict=True):
+                    here.copy_(there) if began else here.zero_()
+                if remainder is not None and held.remainder is not None:
+                    remainder.copy_(held.remainder) if began else remainder.zero_()
+            resident.current = True
+        return resident
+
+    def resident_state(
+        self, updates: Updates, plane: str, resident: Resident
+    ) -> dict[nn.Parameter, tuple[Tensor | None, list[Tensor]]]:
+        """(remainder, moments) of a plane's parameters on the device."""
+        ps = self.planes[updates, plane]
+        views = iter(self.state_layout(updates, plane).views(resident.state))
+        return {
+            p: (next(views) if self.held[p].remainder is not None else None, [next(views) for _ in self.moments])
+            for p in ps
+        }
+
+    def state_layout(self, updates: Updates, plane: str) -> Layout:
+        specs: list[Spec] = []
+        for i, p in enumerate(self.planes.get((updates, plane), ())):
+            kinds = [torch.int16] * (self.held[p].remainder is not None) + [torch.float32] * len(self.moments)
+            specs += [(f"{i}.{k}", kind, tuple(p.shape), dense_stride(p)) for k, kind in enumerate(kinds)]
+        return layout_of(specs)
+
+    def state_bytes(self, updates: Updates, plane: str) -> int:
+        """Bytes of the state of a plane."""
+        with quiet():
+            return self.state_layout(updates, plane).bytes
+
+    def pull_state(self, updates: Updates, plane: str) -> None:
+        """Gives the host the state of a plane that lives on the device."""
+        resident = updates.runtime.residents[plane]
+        if not resident.current:
+            return
+        updates.runtime.lanes.finish(("compute",))
+        with quiet(), torch.no_grad():
+            for p, (remainder, moments) in self.resident_state(updates, plane, resident).items():
+                held = self.held[p]
+                if "step" in dict.get(self.state, p, {}):
+                    for here, there in zip(moments, held.moments, strict=True):
+                        there.copy_(here)
+                    if remainder is not None and held.remainder is not None:
+                        held.remainder.copy_(remainder)
+
+    def add_resident(
+        self,
+        work: Work,
+        group: Group,
+        p: nn.Parameter,
+        grad: Tensor,
+        factor: np.float32,
+        numbers: Numbers,
+        foreign: bool,
+        resident: Resident,
+    ) -> None:
+        """Adds the update of a parameter that lives on the device."""
+        held = self.held[p]
+        updates = held.home.updates()
+        assert updates is not None
+        remainder, moments = self.resident_state(updates, held.home.plane, resident)[p]
+        weight, gradient = (views()[held.home.name] for views in (resident.weight_views, resident.gradient_views))
+        step, zeroed = self.begun(p, held, foreign)
+        here = dict(zip(map(id, [held.remainder, *held.moments]), [remainder, *moments], strict=True))
+        work.zeroed += [t for z in zeroed if (t := here[id(z)]) is not None]
+        if foreign:
+            work.copies.append((weight, p.detach()))
+        if not resident.holds_gradient(held.home.name, grad):
+            work.copies.append((gradient, grad.detach()))
+        key = (id(group), step, float(factor))
+        if key not in numbers:
+            numbers[key] = np.array([*self.numbers(group, step), factor], np.float32)
+        work.parameters.append(p)
+        rule = self.kernel(group).__name__
+        work.calls.append((device.update, (rule, weight, remainder, gradient, moments, numbers[key])))
 
     def arrays(self, p: nn.Parameter, held: Held, grad: Tensor) -> tuple[Array, ...]:
         """weight, remainder, gradient and two moments, as flat arrays in the order of the parameter's memory."""
@@ -260,10 +361,16 @@ class HostOptimizer(torch.optim.Optimizer):
         return (updates.weight(held.home), remainder, flat(grad), *moments)
 
     def issue(self, updates: Updates, works: Mapping[str, Work]) -> None:
+        residents = updates.runtime.residents
         for plane, ticket in updates.issue(works, self.rule).items():
+            if resident := residents.get(plane):
+                resident.newer, resident.loaded = True, resident.versions()
             updates.defer(plane, ticket, works[plane].parameters)
             if plane in self.exposed:
                 updates.settle(plane)
+                if resident:
+                    self.pull_state(updates, plane)
+                    resident.current = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; does not wait for updates when gradients are set to None."""
@@ -293,14 +400,21 @@ class HostOptimizer(torch.optim.Optimizer):
         """Somebody is given the state of these parameters: waits for their updates, now and after each step."""
         for key in keys:
             if held := self.held.get(key):
-                self.exposed.add(held.home.plane)
+                plane = held.home.plane
+                self.exposed.add(plane)
                 if updates := held.home.updates():
-                    updates.settle(held.home.plane)
+                    updates.settle(plane)
+                    if resident := updates.runtime.residents.get(plane):
+                        self.pull_state(updates, plane)
+                        resident.current = False
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, which `torch.optim` loads; beside the moments it holds `remainder` (int16), the low halves of the
         fp32 masters of bf16 parameters."""
         self.settle()
+        for updates, plane in self.planes:
+            if plane in updates.runtime.residents:
+                self.pull_state(updates, plane)
         own = self.state
         self.state = defaultdict(dict, {p: {k: alias(v) for k, v in s.items()} for p, s in dict.items(own)})
         try:
@@ -340,3 +454,5 @@ class HostOptimizer(torch.optim.Optimizer):
             dict.__setitem__(self.state, p, own)
         for updates in self.owners():
             updates.broken = updates.unstepped = False
+            for resident in updates.runtime.residents.values():
+                resident.current = False

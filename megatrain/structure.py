@@ -127,7 +127,7 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-SLOT_NAME = re.compile(r"(?:[wugvsa]\d+|d[A-Za-z_].*|k_\w+)(?<!_)")
+SLOT_NAME = re.compile(r"(?:[wugvsarho]\d+|d[A-Za-z_].*|k_\w+)(?<!_)")
 """Names that slots, gradients and kept graphs take in a schedule; with `_` behind, one is free for a value."""
 
 

@@ -221,9 +221,11 @@ def made(schedule: Schedule) -> Iterator[str]:
 
 
 def stale(schedule: Schedule) -> Iterator[str]:
-    """A slot is read after it was filled in the same half: between two halves any other half may fill it anew."""
+    """A slot is read after it was filled in the same half: between two halves any other half may fill it anew.  What is
+    resident stays."""
+    resident = {s.name for s in schedule.slots if s.role == "resident"}
     for half, ops in schedule.halves():
-        filled: set[str] = set()
+        filled = set(resident)
         for op in ops:
             for n in op.reads:
                 if n in schedule.slot_bytes and n not in filled:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatrain.emission import emitted
 from megatrain.liveness import peak
@@ -28,7 +28,8 @@ class Plan(Pass):
     layer that runs hooks of the user's keeps its graph: recomputing would run them twice.
 
     With `activations="keep"` the last layers keep their autograd graphs instead, as many as fit.  Where another
-    forward is outstanding, every layer's inputs go to the host.  Raises BudgetError."""
+    forward is outstanding, every layer's inputs go to the host.  What room is left then is for planes that may live on
+    the device.  Raises BudgetError."""
 
     name, needs, gives = "plan", "differentiated", "planned"
     slots: int = 2
@@ -45,10 +46,21 @@ class Plan(Pass):
         count = len(layers)
         once = frozenset(layer.name for layer in program.layers if program.template(layer.template).once)
 
-        def tried(slots: int, keep: int, spill: int) -> Program:
-            plan = Residency(slots, frozenset(layers[count - keep :]) | once, frozenset(layers[:spill]))
+        def tried(slots: int, keep: int, spill: int, resident: tuple[str, ...] = ()) -> Program:
+            keeps = frozenset(layers[count - keep :]) | once
+            plan = Residency(slots, keeps, frozenset(layers[:spill]), resident=resident)
             made = program.replace(plan=plan)
-            return made.replace(plan=Residency(plan.slots, plan.keep, plan.spill, peak(emitted(made)[0])))
+            return made.replace(plan=replace(plan, peak=peak(emitted(made)[0])))
+
+        def settled(made: Program) -> Program:
+            """With as many planes resident as fit beside it."""
+            plan, planes = made.plan, program.candidates
+            keep = count - min((i for i, n in enumerate(layers) if n in plan.keep - once), default=count)
+
+            def holding(n: int) -> Program:
+                return tried(plan.slots, keep, len(plan.spill), planes[:n])
+
+            return holding(_most(len(planes), lambda n: fits(holding(n)))) if planes and program.budget else made
 
         def fits(made: Program) -> bool:
             return not program.budget or made.plan.peak <= program.budget
@@ -68,7 +80,7 @@ class Plan(Pass):
             choices += [tried(slots, 0, spill) for slots in dict.fromkeys((self.slots, 1)) for spill in few]
         for made in choices:
             if fits(made):
-                return made
+                return settled(made)
         least = min(choices, key=lambda made: made.plan.peak).plan
         raise BudgetError(
             f"a device budget of {show_about(program.budget)} is too small for this model at these sizes: "

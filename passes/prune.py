@@ -13,8 +13,8 @@ from megatrain.schedule import Op, Schedule
 @dataclass(frozen=True)
 class Prune(Pass):
     """Drops what nobody reads: fetches of what a slot holds already, computes and copies without a reader.  The caller
-    reads the schedule's outputs, input gradients and gradient planes (`.dw`).  A body that draws random numbers stays,
-    because later draws depend on it; slots that no op touches go too."""
+    reads the schedule's outputs, input gradients and gradient planes (`.dw`), and what is resident stays.  A body that
+    draws random numbers stays, because later draws depend on it; slots that no op touches go too."""
 
     name, needs, gives = "prune", "scheduled", "scheduled"
 
@@ -25,7 +25,7 @@ class Prune(Pass):
         halves = _read(schedule.replace(**halves), random)
         pruned = schedule.replace(**halves)
         touched = {n for op in pruned.ops for n in op.touches}
-        slots = tuple(s for s in schedule.slots if s.name in touched)
+        slots = tuple(s for s in schedule.slots if s.name in touched or s.role == "resident")
         return program.replace(schedule=place_waits(pruned.replace(slots=slots)))
 
 
@@ -48,12 +48,13 @@ def _fresh(ops: tuple[Op, ...]) -> tuple[Op, ...]:
 def _read(schedule: Schedule, random: set[str]) -> dict[str, tuple[Op, ...]]:
     """The ops of each half that somebody reads."""
     slots = {s.name for s in schedule.slots}
+    resident = {s.name for s in schedule.slots if s.role == "resident"}
     wanted = set(schedule.outputs) | set(schedule.input_grads)
     kept: dict[str, list[Op]] = {}
     for half in ("update", "backward", "forward"):
         kept[half] = []
         for op in reversed(getattr(schedule, half)):
-            gradient = any(n.endswith(".dw") or op.verb == "update" for n in op.writes)
+            gradient = any(n.endswith(".dw") or op.verb == "update" or n in resident for n in op.writes)
             if not (gradient or op.call in random or wanted.intersection(op.writes)):
                 continue
             wanted.difference_update(n for n in op.writes if n in slots and n not in op.reads)

@@ -69,7 +69,7 @@ def test_what_cannot_be() -> None:
         ValueError, match=r"^max_grad_norm with update='in-backward': the norm of all gradients is known"
     ):
         adamw(model, update="in-backward", max_grad_norm=1.0)
-    with pytest.raises(ValueError, match=r"^update='later': there is 'host', 'in-backward'$"):
+    with pytest.raises(ValueError, match=r"^update='later': there is 'auto', 'host', 'in-backward'$"):
         adamw(model, update="later")
     opt = adamw(model, update="in-backward")
     with pytest.raises(ValueError, match=r"^this model has an optimizer with update='in-backward' already"):

@@ -1,0 +1,132 @@
+"""Planes that live on the device: weights, gradients and optimizer state in slots of their own, which no copy leaves or
+enters while the loop runs.
+
+The host's plane and gradients are filled again when somebody looks (see `deferred`), and what somebody writes on the
+host is loaded before the next half.  Which planes live here is the plan's decision, and stands in the schedule as slots
+with the role `resident`: `r3` holds weights, `h3` gradients, `o3` optimizer state.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from megatrain.host import Layout
+
+Slots = tuple[str, str, str]
+"""Names of the slots of weights, gradients and state."""
+
+
+@dataclass(eq=False)
+class Resident:
+    """What lives on the device for one plane."""
+
+    weights: Tensor
+    gradients: Tensor
+    state: Tensor
+    weight_layout: Layout
+    gradient_layout: Layout
+    loaded: tuple[int, ...] = ()
+    """Versions of the plane's tensors on the host whose values `weights` holds; empty: none."""
+    newer: bool = False
+    """The weights here are newer than the host's."""
+    has: set[str] = field(default_factory=set)
+    """Names of the parameters with a gradient here."""
+    given: dict[str, Tensor] = field(default_factory=dict)
+    """Host tensors that autograd was given for these gradients, and that are to be filled when somebody looks."""
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    """Those that are guarded."""
+    tensors: list[Tensor] = field(default_factory=list)
+    """The plane's tensors on the host, in the order of the layout."""
+    landing: list[weakref.ref[Tensor]] = field(default_factory=list)
+    """Those of `given` that autograd may have handed to the user."""
+    current: bool = False
+    """The state here is the optimizer's; else the host's is."""
+
+    def weight_views(self) -> dict[str, Tensor]:
+        layout = self.weight_layout
+        return {e.name: v for e, v in zip(layout.entries, layout.views(self.weights), strict=True)}
+
+    def gradient_views(self) -> dict[str, Tensor]:
+        layout = self.gradient_layout
+        return {e.name: v for e, v in zip(layout.entries, layout.views(self.gradients), strict=True)}
+
+    def add(self, made: Mapping[str, Tensor]) -> Tensor | None:
+        """Adds gradients of a backward, or begins with them.  Gives the norms of all, in the order of the layout."""
+        views = self.gradient_views()
+        old = [n for n in made if n in self.has]
+        new = [n for n in made if n not in self.has]
+        if old:
+            torch._foreach_add_([views[n] for n in old], [made[n] for n in old])
+        if new:
+            torch._foreach_copy_([views[n] for n in new], [made[n] for n in new])
+        self.has.update(made)
+        every = list(views.values())
+        if not every or not all(v.dtype in (torch.float32, torch.bfloat16, torch.float16) for v in every):
+            return None
+        return torch.stack(torch._foreach_norm(every, 2, torch.float32))
+
+    def versions(self) -> tuple[int, ...]:
+        return tuple(t._version for t in self.tensors)
+
+    def load(self, plane: Tensor) -> None:
+        """Takes the host's weights."""
+        self.weights[: plane.numel()].copy_(plane)
+        self.loaded, self.newer = self.versions(), False
+
+    def holds_gradient(self, name: str, grad: Tensor) -> bool:
+        """Whether the gradient here is what `grad`, a parameter's, stands for."""
+        alias = self.given.get(name)
+        return alias is not None and grad.data_ptr() == alias.data_ptr() and grad._version == alias._version
+
+    def pull_weights(self, plane: Tensor) -> None:
+        """Gives the host's plane the weights."""
+        if self.newer:
+            plane.copy_(self.weights[: plane.numel()])
+            self.newer = False
+
+    def pull_gradients(self) -> None:
+        """Gives the host's gradients what they stand for; they are the host's from now on."""
+        views = self.gradient_views()
+        for name, host in self.given.items():
+            if name in self.has:
+                host.copy_(views[name])
+        for t in self.handed():
+            if type(t) is Landing:
+                object.__setattr__(t, "__class__", Tensor)
+        self.given.clear()
+        self.has.clear()
+        self.landing.clear()
+
+    def handed(self) -> list[Tensor]:
+        """Gradients that are still in somebody's hands, beside `.grad`."""
+        return [t for ref in self.landing if (t := ref()) is not None]
+
+    def land(self, name: str, host: Tensor, alias: Tensor, settle: Callable[[], None]) -> Tensor:
+        """`host`, to be given to autograd for the gradient `name`: whoever looks at it first calls `settle`.  `alias`
+        is another tensor over its memory, made as it was."""
+        self.given[name] = alias
+        object.__setattr__(host, "__class__", Landing)
+        host._settle = settle  # type: ignore[attr-defined]
+        self.landing.append(weakref.ref(host))
+        return host
+
+
+class Landing(Tensor):
+    """A gradient that is to be filled.  Never made: a tensor is given this class for a while."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            for t in tree_leaves((args, kwargs)):
+                if type(t) is Landing:
+                    t._settle()  # type: ignore[attr-defined]
+            return func(*args, **(kwargs or {}))
