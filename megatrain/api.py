@@ -19,6 +19,8 @@ from megatrain.schedule import Schedule
 
 STATE = "_megatrain"
 BACKENDS = ("eager",)
+SHARE = 0.92
+"""Of the device memory that is free, what a model may take if nothing is said: allocators lose some to fragments."""
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -38,9 +40,9 @@ def compile(
     Parameters move, in place, into flat host planes at once; graphs are captured at the first call, or from
     `example`: a tuple of positional or a dict of keyword arguments, never computed with.  `device` is where the
     schedules run: "cuda" (the default where there is one) or "cpu".  `memory` caps the device bytes ("24GiB");
-    without it nothing is spilled. `passes` is the whole pipeline, `megatrain.DEFAULT_PASSES` unless given; a plain
-    `fn(GraphModule) -> GraphModule` in it is run on the captured graph.  `backend="eager"` runs templates with
-    PyTorch's own kernels: the same bits as eager.
+    without it, it is what is free on a CUDA device less a margin, and no limit on the CPU.  `passes` is the whole
+    pipeline, `megatrain.DEFAULT_PASSES` unless given; a plain `fn(GraphModule) -> GraphModule` in it is run on the
+    captured graph.  `backend="eager"` runs templates with PyTorch's own kernels: the same bits as eager.
 
     Compiling a compiled model again returns it; with other options it is an error.  Raises ValueError on a model with
     parameters on meta, an unknown device, size, backend or pass; the first call raises CaptureError for a model that
@@ -62,6 +64,9 @@ def compile(
         if name and isinstance(module.__dict__.get(STATE), Compiled):
             raise ValueError(f"{name} is compiled already: compile either the whole model or its part")
     forward = model.__dict__.get("forward", None) or type(model).forward.__get__(model)
+    if memory is None and target.type == "cuda":
+        unused = torch.cuda.memory_reserved(target) - torch.cuda.memory_allocated(target)
+        budget = int((torch.cuda.mem_get_info(target)[0] + unused) * SHARE)
     lanes = StreamLanes(target) if target.type == "cuda" else ThreadLanes()
     compiled = Compiled(model, forward, target, budget, made, lanes, options)
     model.__dict__[STATE] = compiled

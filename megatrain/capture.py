@@ -13,27 +13,22 @@ import linecache
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
-import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from megatrain.calls import Call, CaptureError, hooks_of
 from megatrain.cleaning import Copier
-from megatrain.graphs import evaluated
 from megatrain.opaque import Opaque, tracing
 from megatrain.program import Input, Program
-from megatrain.structure import Leaf, Structure, flatten, key_name, sanitized, unique
-from megatrain.watching import Reads, Refused, is_plain, watched
-
-
-class CaptureError(ValueError):
-    """The model cannot be captured for this call: names the module, the line and the cure."""
+from megatrain.structure import Leaf, Structure, flatten, sanitized, unique
+from megatrain.watching import Reads, Refused, watched
 
 
 @dataclass(frozen=True)
@@ -45,75 +40,6 @@ class Capture:
     structure: Structure
     constants: Mapping[str, torch.Tensor]
     reads: Reads
-
-
-class Call:
-    """The arguments of one call of a model, by parameter name with defaults filled in.
-
-    `tensors` maps the path of each tensor among them (`input_ids`, `batch.mask`, `args.0`) to it; `key` is what must be
-    equal for a capture to serve another call, sizes apart (those are the guards'); `foreign` are arguments that are
-    neither tensors nor plain values (a generation cache)."""
-
-    def __init__(self, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]):
-        self.bound = signature.bind(*args, **kwargs)
-        self.bound.apply_defaults()
-        for name, parameter in signature.parameters.items():
-            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and not self.bound.arguments[name]:
-                del self.bound.arguments[name]
-        leaves, spec = pytree.tree_flatten_with_path(dict(self.bound.arguments))
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.foreign: dict[str, Any] = {}
-        rest: list[Any] = [spec]
-        seen: dict[int, str] = {}
-        named = [(".".join(map(key_name, path)), value) for path, value in leaves]
-        for name, value in named:
-            if not isinstance(value, torch.Tensor):
-                if not is_plain(value):
-                    self.foreign[name] = value
-                rest.append((name, type(value), value if is_plain(value) else id(value)))
-                continue
-            self.tensors[name] = value
-            alias = seen.setdefault(id(value), name)
-            small = tuple(s if s < 2 else 2 for s in value.shape)
-            rest.append((name, value.dtype, small, value.requires_grad, alias, value.layout))
-        self.key = tuple(rest)
-        self._leaves, self._spec = [None if n in self.tensors else v for n, v in named], spec
-        self._slots = [n in self.tensors for n, _ in named]
-
-    def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) of this call with other tensors, in the order of `self.tensors`."""
-        rest = iter(tensors)
-        leaves = [next(rest) if slot else leaf for slot, leaf in zip(self._slots, self._leaves, strict=True)]
-        bound = inspect.BoundArguments(self.bound.signature, pytree.tree_unflatten(leaves, self._spec))
-        return bound.args, bound.kwargs
-
-
-def module_key(model: nn.Module) -> tuple[Any, ...]:
-    """What of the module tree may change what a forward computes, beside tensors' values and the attributes that the
-    capture has seen read: classes, training flags, hooks, `requires_grad`."""
-    parts: list[Any] = []
-    for name, module in model.named_modules():
-        parts.append((name, type(module), module.training, *map(len, hooks_of(module))))
-        parts.extend(p.requires_grad for p in module._parameters.values() if p is not None)
-    return tuple(parts)
-
-
-def hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
-    """The hook tables that `nn.Module.__call__` reads: forward, forward-pre, backward, backward-pre."""
-    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-
-
-def mode_key() -> tuple[Any, ...]:
-    """The global modes that change what a call records."""
-    kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
-    return (torch.is_grad_enabled(), *((k, torch.get_autocast_dtype(k)) for k in kinds))
-
-
-def bind_sizes(program: Program, tensors: Mapping[str, torch.Tensor]) -> dict[sympy.Symbol, int] | None:
-    """The value of each size symbol in this call, or None where a guard fails: another capture is needed."""
-    targets = {i.name: i.target for i in program.inputs}
-    sizes = {symbol: tensors[targets[name]].shape[dim] for symbol, name, dim in program.symbols}
-    return sizes if all(evaluated(g, sizes) in (True, sympy.true) for g in program.guards) else None
 
 
 def capture(

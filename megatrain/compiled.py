@@ -18,8 +18,10 @@ from torch import Tensor, nn
 
 from megatrain import settings
 from megatrain.bodies import Body
-from megatrain.capture import Call, Capture, CaptureError, bind_sizes, capture, mode_key, module_key
+from megatrain.calls import Call, CaptureError, bind_sizes, check_written, difference, mode_key, module_key
+from megatrain.capture import Capture, capture
 from megatrain.deferred import HOMES, Home, Updates, quiet
+from megatrain.executable import Executable
 from megatrain.host import HostBuffer
 from megatrain.lanes import Lanes
 from megatrain.liveness import peak
@@ -36,7 +38,7 @@ from megatrain.offline import (
 from megatrain.pipeline import Pass, run, split
 from megatrain.planes import layer_of, planes_of
 from megatrain.program import Program
-from megatrain.runtime import Executable, Runtime
+from megatrain.runtime import Runtime
 from megatrain.schedule import Schedule
 from megatrain.step import Running, Step
 from megatrain.store import adopt
@@ -260,7 +262,7 @@ class Compiled:
                 return made, sizes
         self.refuse_hooks(model)
         count = sum(map(len, self.captures.values()))
-        reason = changed or _difference(key, shapes, self.captures)
+        reason = changed or difference(key, shapes, self.captures)
         if count >= MOST_CAPTURES:
             seen = "\n".join(f"  {r}" for r in dict.fromkeys([*self.reasons, reason]))
             raise CaptureError(
@@ -369,48 +371,9 @@ class Compiled:
         )
 
 
-def check_written(written: Sequence[str], call: Call) -> None:
-    """Raises CaptureError where writing into an argument would show elsewhere than in the argument."""
-    for name in written:
-        t = call.tensors[name]
-        storage = t.untyped_storage()._cdata
-        if t.requires_grad:
-            raise CaptureError(
-                f"forward writes into argument {name}, which requires a gradient\ngive it detached, or a copy of it"
-            )
-        for other, u in call.tensors.items():
-            if other != name and u.untyped_storage()._cdata == storage:
-                raise CaptureError(
-                    f"forward writes into argument {name}, which shares memory with argument {other}\n"
-                    "give a copy of one of them"
-                )
-
-
 def _nothing() -> None:
     return None
 
 
 def _same(t: Tensor) -> Tensor:
     return t
-
-
-def _difference(key: Any, shapes: Any, captures: Mapping[Any, list[Made]]) -> str:
-    """What sets this call apart from the captures there are, in a line."""
-    if not captures:
-        return "the first call"
-    for other in captures:
-        call, mode, modules = (a == b for a, b in zip(key, other, strict=True))
-        if call and mode and modules:
-            return f"no capture holds for sizes {', '.join(str(list(s)) for s in shapes)}"
-    other = list(captures)[-1]
-    if key[0] != other[0]:
-        parts = [a for a, b in zip(key[0][1:], other[0][1:], strict=False) if a != b]
-        if not parts:
-            return "other arguments are given"
-        first = parts[0]
-        return f"argument {first[0]} is {' '.join(str(p) for p in first[1:3])}"
-    if key[1] != other[1]:
-        return "grad mode or autocast is another"
-    parts = [a for a, b in zip(key[2], other[2], strict=False) if a != b]
-    where = next((p[0] or type(p[1]).__name__ for p in parts if isinstance(p, tuple) and p), "")
-    return f"the module tree changed{f' at {where}' if where else ''} (training, a hook, requires_grad)"

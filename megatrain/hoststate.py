@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from megatrain.deferred import Home
 
 Array = np.ndarray[Any, Any]
+Group = dict[str, Any]
+Numbers = dict[tuple[int, int, float], Array]
+"""A rule's constants by (group, step, factor)."""
 
 
 @dataclass(eq=False)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from megatrain import settings
-from megatrain.capture import Call, CaptureError, bind_sizes, capture
+from megatrain.calls import Call, CaptureError, bind_sizes
+from megatrain.capture import capture
 from megatrain.host import Layout, dense_stride, layout_of
 from megatrain.observe import Dump, Verify
 from megatrain.passes import DEFAULT

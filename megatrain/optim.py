@@ -9,7 +9,8 @@ import math
 from typing import Any
 
 from megatrain import kernels
-from megatrain.stepping import Group, HostOptimizer
+from megatrain.hoststate import Group
+from megatrain.stepping import HostOptimizer
 
 
 class AdamW(HostOptimizer):

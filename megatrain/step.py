@@ -10,9 +10,10 @@ import sympy
 import torch
 from torch import Tensor, nn
 
-from megatrain.capture import Call
+from megatrain.calls import Call
 from megatrain.deferred import quiet
-from megatrain.runtime import Executable, Frame
+from megatrain.executable import Executable
+from megatrain.runtime import Frame
 from megatrain.watching import transformed
 
 if TYPE_CHECKING:

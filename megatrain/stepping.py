@@ -17,23 +17,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megatrain import device, kernels
+from megatrain import kernels
 from megatrain.clip import clip_factor, total_norm
 from megatrain.deferred import HOMES, Home, Land, Updates, quiet
-from megatrain.host import HostBuffer, Layout, Spec, available, dense_stride, flat, layout_of
-from megatrain.hoststate import Array, Held, State, Work, alias
-from megatrain.residence import Resident
+from megatrain.host import HostBuffer, Spec, available, dense_stride, flat, layout_of
+from megatrain.hoststate import Array, Group, Held, Numbers, State, Work, alias
+from megatrain.keeping import Keeping
 
-Group = dict[str, Any]
 NOTHING: Array = np.empty(0, np.float32)
-Numbers = dict[tuple[int, int, float], Array]
-"""A rule's constants by (group, step, factor)."""
-
 UPDATES = ("auto", "host", "in-backward")
 NO_REMAINDER: Array = np.empty(0, np.int16)
 
 
-class HostOptimizer(torch.optim.Optimizer):
+class HostOptimizer(Keeping, torch.optim.Optimizer):
     """The mechanism that the optimizers here share.  A rule gives `moments` (the names of its fp32 state), `kernel` and
     `numbers`; the rest is the same for all."""
 
@@ -211,11 +207,17 @@ class HostOptimizer(torch.optim.Optimizer):
         held = self.held[p]
         step, zeroed = self.begun(p, held, foreign)
         work.zeroed += zeroed
-        key = (id(group), step, float(factor))
-        if key not in numbers:
-            numbers[key] = np.array([*self.numbers(group, step), factor], np.float32)
         work.parameters.append(p)
-        work.calls.append((self.kernel(group), (*self.arrays(p, held, grad), numbers[key])))
+        work.calls.append(
+            (self.kernel(group), (*self.arrays(p, held, grad), self.constants(group, step, factor, numbers)))
+        )
+
+    def constants(self, group: Group, step: int, factor: np.float32, known: Numbers) -> Array:
+        """The kernel's constants; `known` keeps those of a step."""
+        key = (id(group), step, float(factor))
+        if key not in known:
+            known[key] = np.array([*self.numbers(group, step), factor], np.float32)
+        return known[key]
 
     def holds(self, p: nn.Parameter) -> bool:
         return p in self.held
@@ -263,92 +265,6 @@ class HostOptimizer(torch.optim.Optimizer):
             zeroed.append(held.remainder)
         state["step"] += 1
         return int(state["step"]), zeroed
-
-    def residing(self, updates: Updates, plane: str) -> Resident | None:
-        """What lives on the device for a plane, its state too; None for a plane that lives on the host."""
-        resident = updates.runtime.residents.get(plane)
-        if resident is None or not resident.tensors:
-            return None
-        if not resident.current:
-            updates.runtime.lanes.finish(("compute",))
-            for p, (remainder, moments) in self.resident_state(updates, plane, resident).items():
-                held = self.held[p]
-                began = "step" in dict.get(self.state, p, {})
-                for here, there in zip(moments, held.moments, strict=True):
-                    here.copy_(there) if began else here.zero_()
-                if remainder is not None and held.remainder is not None:
-                    remainder.copy_(held.remainder) if began else remainder.zero_()
-            resident.current = True
-        return resident
-
-    def resident_state(
-        self, updates: Updates, plane: str, resident: Resident
-    ) -> dict[nn.Parameter, tuple[Tensor | None, list[Tensor]]]:
-        """(remainder, moments) of a plane's parameters on the device."""
-        ps = self.planes[updates, plane]
-        views = iter(self.state_layout(updates, plane).views(resident.state))
-        return {
-            p: (next(views) if self.held[p].remainder is not None else None, [next(views) for _ in self.moments])
-            for p in ps
-        }
-
-    def state_layout(self, updates: Updates, plane: str) -> Layout:
-        specs: list[Spec] = []
-        for i, p in enumerate(self.planes.get((updates, plane), ())):
-            kinds = [torch.int16] * (self.held[p].remainder is not None) + [torch.float32] * len(self.moments)
-            specs += [(f"{i}.{k}", kind, tuple(p.shape), dense_stride(p)) for k, kind in enumerate(kinds)]
-        return layout_of(specs)
-
-    def state_bytes(self, updates: Updates, plane: str) -> int:
-        """Bytes of the state of a plane."""
-        with quiet():
-            return self.state_layout(updates, plane).bytes
-
-    def pull_state(self, updates: Updates, plane: str) -> None:
-        """Gives the host the state of a plane that lives on the device."""
-        resident = updates.runtime.residents[plane]
-        if not resident.current:
-            return
-        updates.runtime.lanes.finish(("compute",))
-        with quiet(), torch.no_grad():
-            for p, (remainder, moments) in self.resident_state(updates, plane, resident).items():
-                held = self.held[p]
-                if "step" in dict.get(self.state, p, {}):
-                    for here, there in zip(moments, held.moments, strict=True):
-                        there.copy_(here)
-                    if remainder is not None and held.remainder is not None:
-                        held.remainder.copy_(remainder)
-
-    def add_resident(
-        self,
-        work: Work,
-        group: Group,
-        p: nn.Parameter,
-        grad: Tensor,
-        factor: np.float32,
-        numbers: Numbers,
-        foreign: bool,
-        resident: Resident,
-    ) -> None:
-        """Adds the update of a parameter that lives on the device."""
-        held = self.held[p]
-        updates = held.home.updates()
-        assert updates is not None
-        remainder, moments = self.resident_state(updates, held.home.plane, resident)[p]
-        weight, gradient = (views()[held.home.name] for views in (resident.weight_views, resident.gradient_views))
-        step, zeroed = self.begun(p, held, foreign)
-        here = dict(zip(map(id, [held.remainder, *held.moments]), [remainder, *moments], strict=True))
-        work.zeroed += [t for z in zeroed if (t := here[id(z)]) is not None]
-        if foreign:
-            work.copies.append((weight, p.detach()))
-        if not resident.holds_gradient(held.home.name, grad):
-            work.copies.append((gradient, grad.detach()))
-        key = (id(group), step, float(factor))
-        if key not in numbers:
-            numbers[key] = np.array([*self.numbers(group, step), factor], np.float32)
-        work.parameters.append(p)
-        rule = self.kernel(group).__name__
-        work.calls.append((device.update, (rule, weight, remainder, gradient, moments, numbers[key])))
 
     def arrays(self, p: nn.Parameter, held: Held, grad: Tensor) -> tuple[Array, ...]:
         """weight, remainder, gradient and two moments, as flat arrays in the order of the parameter's memory."""

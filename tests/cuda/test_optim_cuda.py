@@ -13,7 +13,7 @@ import megatrain
 from tests.numerics.test_optim import Net, ids
 from tests.numerics.twins import same
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
 
 def trained(seed: int, **options: Any) -> tuple[list[float], Any]:
@@ -34,7 +34,12 @@ def trained(seed: int, **options: Any) -> tuple[list[float], Any]:
     return losses, model
 
 
-@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}, {"update": "in-backward"}], ids=str)
+OPTIONS: list[dict[str, Any]] = [
+    {"update": "host"}, {"update": "host", "max_grad_norm": 0.1}, {"update": "in-backward"}, {"max_grad_norm": 0.1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_delays_change_nothing(options: dict[str, Any]) -> None:
     expected, model = trained(0, **options)
     for seed in (1, 2, 3):
@@ -44,8 +49,16 @@ def test_delays_change_nothing(options: dict[str, Any]) -> None:
 
 
 def test_in_the_backward_as_after_it() -> None:
-    (a, one), (b, two) = trained(0), trained(4, update="in-backward")
+    (a, one), (b, two) = trained(0, update="host"), trained(4, update="in-backward")
     assert a == b and all(same(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
+
+
+def test_on_the_device_as_on_the_host() -> None:
+    (a, one), (b, two) = trained(0, update="host"), trained(0)
+    assert len(two.__dict__["_megatrain"].runtime.residents) == 7
+    assert a[0] == b[0] and max(abs(x - y) for x, y in zip(a, b, strict=True)) < 0.05
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(p.detach(), q.detach(), rtol=0.02, atol=0.02)
 
 
 def test_norms_are_torchs() -> None:

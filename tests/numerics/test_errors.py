@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from twins import alike, twins
 
 import megatrain
-from megatrain.capture import CaptureError
+from megatrain.calls import CaptureError
 from megatrain.passes import BudgetError
 from megatrain.verify import VerifyError
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from twins import MODES, alike, twins
 
-from megatrain.capture import CaptureError
+from megatrain.calls import CaptureError
 
 
 class Block(nn.Module):

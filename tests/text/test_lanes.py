@@ -106,7 +106,7 @@ def test_ctrl_c_in_finish_skips_the_queue_and_leaves_lanes_usable():
     def slow():
         waiting.wait()
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        time.sleep(0.1)
+        time.sleep(0.5)
         ran.append("whole")
 
     ticket = lanes.issue("host", "upd0", slow)

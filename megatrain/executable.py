@@ -1,0 +1,95 @@
+"""A schedule with what it runs, and what is known of each op before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatrain.bodies import Body
+from megatrain.host import Layout
+from megatrain.liveness import last_uses
+from megatrain.residence import Slots
+from megatrain.schedule import Schedule, TensorType, nbytes
+from megatrain.text import show_op
+
+
+@dataclass(frozen=True, eq=False)
+class Executable:
+    """A schedule with what it runs: its bodies, and the layouts of weight planes (`layers.3.w`) and gradients."""
+
+    schedule: Schedule
+    bodies: Mapping[str, Body]
+    weights: Mapping[str, tuple[tuple[int, int], ...]]
+    """Template -> (plane, entry) of each weight."""
+    layouts: Mapping[str, Layout]
+    grad_layouts: Mapping[str, Layout]
+    """By the name of the weight plane."""
+    residents: Mapping[str, Slots] = field(default_factory=dict)
+    """Slots of weight planes that live on the device."""
+    steps: Mapping[str, Step] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", _steps(self))
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is known of an op before it runs.  `planes` names the weight planes that a compute op's slots hold, `types`
+    the tensors in the activation slots it touches, `size` the bytes of a copy, `dies` the values that it uses last."""
+
+    line: str
+    planes: tuple[str, ...] = ()
+    types: Mapping[str, TensorType] = field(default_factory=dict)
+    size: int = 0
+    dies: tuple[str, ...] = ()
+
+
+def _steps(e: Executable) -> dict[str, Step]:
+    s = e.schedule
+    slots = s.slot_bytes
+    dies = last_uses(s)
+    received = dict.fromkeys((op.label for op in s.forward), s.outputs)
+    bodies = s.bodies
+    held: dict[str, Any] = {slots[0]: plane for plane, slots in e.residents.items()}
+    types: dict[str, TensorType] = {}
+    out: dict[str, Step] = {}
+    for op in s.ops:
+        planes: list[str] = []
+        known: dict[str, TensorType] = {}
+        size = 0
+        if op.verb == "prefetch":
+            source = op.reads[0]
+            held[op.writes[0]] = source
+            size = e.layouts[source].bytes if source in e.layouts else nbytes(types[source])
+            if source not in e.layouts:
+                held[op.writes[0]] = types[source]
+        elif op.verb == "offload":
+            target, source = op.writes[0], held[op.reads[0]]
+            if isinstance(source, str):  # the plane whose gradients they are
+                size, held[target] = e.grad_layouts[source].bytes, source
+            else:
+                types[target], size = source, nbytes(source)
+        elif op.verb == "update":
+            planes = [op.writes[0]]
+        elif op.verb == "compute" and "." not in op.call:
+            planes = [held[op.reads[0]]]
+        elif op.verb == "compute":
+            count = len(dict.fromkeys(p for p, _ in e.weights[op.call.partition(".")[0]]))
+            spec = e.bodies[op.call].spec
+            at = (1 if spec.keep and not spec.forward else 0) + len(e.bodies[op.call].needs)
+            planes = [held[n] for n in op.reads[at : at + count]]
+            known = {n: held[n] for n in op.reads[:at] if n in slots}
+            if not spec.forward:
+                held |= {slot: planes[p] for p, slot in zip(spec.trains, op.writes[len(spec.wants) :], strict=True)}
+            for name, t in zip(op.writes, bodies[op.call].outputs, strict=True):
+                if name in slots and isinstance(t, TensorType):
+                    held[name] = known[name] = t
+        out[op.label] = Step(
+            line=show_op(op),
+            planes=tuple(planes),
+            types=known,
+            size=size,
+            dies=tuple(n for n in dies[op.label] if n not in received.get(op.label, s.input_grads)),
+        )
+    return out
