@@ -51,9 +51,16 @@ class Ticket:
         if self.done is None or self._pid != os.getpid():
             return
         if isinstance(self.done, threading.Event):
-            self.done.wait()
+            wait_for(self.done)
         else:
             self.done.synchronize()
+
+
+def wait_for(done: threading.Event) -> None:
+    """Blocks until `done`, looking up now and then: a signal that comes just before a thread blocks does not wake it,
+    and Ctrl-C would wait as long as the op."""
+    while not done.wait(0.2):
+        pass
 
 
 class Lanes(Protocol):
@@ -190,7 +197,7 @@ class Crew:
         for mark in marks:
             self.put(mark)
         for mark in marks:
-            mark.done.wait()
+            wait_for(mark.done)
 
 
 def dismiss(queues: dict[str, SimpleQueue[Item | None]]) -> None:
