@@ -186,6 +186,8 @@ class Compiled:
         if keeper is None or not self.budget:
             return (), {}
         if self.resident is None or self.keeper != id(keeper):
+            self.runtime.lanes.finish()
+            self.runtime.evict()
             self.keeper = id(keeper)
             used = {p for layer in program.layers for p in layer.planes}
             with quiet():

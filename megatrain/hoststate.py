@@ -16,8 +16,8 @@ from megatrain.deferred import Home
 
 Array = np.ndarray[Any, Any]
 Group = dict[str, Any]
-Numbers = dict[tuple[int, int, float], Array]
-"""A rule's constants by (group, step, factor)."""
+Numbers = dict[Any, Any]
+"""A rule's constants by (group, step, factor), and by these and a device as that wants them."""
 
 
 @dataclass(eq=False)

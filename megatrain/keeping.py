@@ -53,12 +53,14 @@ class Keeping:
         self, updates: Updates, plane: str, resident: Resident
     ) -> dict[nn.Parameter, tuple[Tensor | None, list[Tensor]]]:
         """(remainder, moments) of a plane's parameters on the device."""
-        ps = self.planes[updates, plane]
-        views = iter(self.state_layout(updates, plane).views(resident.state))
-        return {
-            p: (next(views) if self.held[p].remainder is not None else None, [next(views) for _ in self.moments])
-            for p in ps
-        }
+        if resident.states is None:
+            ps = self.planes[updates, plane]
+            views = iter(self.state_layout(updates, plane).views(resident.state))
+            resident.states = {
+                p: (next(views) if self.held[p].remainder is not None else None, [next(views) for _ in self.moments])
+                for p in ps
+            }
+        return resident.states
 
     def state_layout(self, updates: Updates, plane: str) -> Layout:
         specs: list[Spec] = []
@@ -103,7 +105,7 @@ class Keeping:
         updates = held.home.updates()
         assert updates is not None
         remainder, moments = self.resident_state(updates, held.home.plane, resident)[p]
-        weight, gradient = (views()[held.home.name] for views in (resident.weight_views, resident.gradient_views))
+        weight, gradient = resident.weight_views[held.home.name], resident.gradient_views[held.home.name]
         step, zeroed = self.begun(p, held, foreign)
         here = dict(zip(map(id, [held.remainder, *held.moments]), [remainder, *moments], strict=True))
         work.zeroed += [t for z in zeroed if (t := here[id(z)]) is not None]
@@ -113,5 +115,10 @@ class Keeping:
             work.copies.append((gradient, grad.detach()))
         work.parameters.append(p)
         constants = self.constants(group, step, factor, numbers)
-        call = (self.kernel(group).__name__, weight, remainder, gradient, moments, constants)
+        key = (id(group), step, float(factor), weight.device)
+        if key not in numbers:
+            numbers[key] = device.constants_on(weight.device, constants)
+        flats = [t.as_strided((t.numel(),), (1,)) for t in (weight, gradient, *moments)]
+        rest = None if remainder is None else remainder.as_strided((remainder.numel(),), (1,))
+        call = (self.kernel(group).__name__, flats[0], rest, flats[1], flats[2:], numbers[key])
         work.calls.append((device.update, call))

@@ -120,7 +120,7 @@ def sgd(w: Any, r: Any, g: Any, m: Any, v: Any, c: Any) -> None:
 def momentum(w: Any, r: Any, g: Any, m: Any, v: Any, c: Any) -> None:
     """Stochastic gradient descent with momentum, as torch's.
 
-    c: lr, weight_decay, momentum, 1 - dampening (1 at the first step), momentum if nesterov else 0, 1 if nesterov
+    c: lr, weight_decay, momentum, 1 - dampening (1 at the first step), momentum if nesterov else 1, 1 if nesterov
     else 0, factor."""
     lr, decay, mu, rise, ahead, now, factor = c[0], c[1], c[2], c[3], c[4], c[5], c[6]
     nesterov = now > 0

@@ -101,7 +101,7 @@ class SGD(HostOptimizer):
         if not self.moments:
             return [lr, decay]
         rise = 1.0 if step == 1 or not mu else 1 - group["dampening"]
-        return [lr, decay, mu, rise, mu * group["nesterov"], float(group["nesterov"])]
+        return [lr, decay, mu, rise, mu if group["nesterov"] else 1.0, float(group["nesterov"])]
 
 
 class Lion(HostOptimizer):

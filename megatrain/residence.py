@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -46,20 +47,26 @@ class Resident:
     """The plane's tensors on the host, in the order of the layout."""
     landing: list[weakref.ref[Tensor]] = field(default_factory=list)
     """Those of `given` that autograd may have handed to the user."""
+    states: Any = None
+    """The optimizer's view of `state`, which it keeps here."""
     current: bool = False
     """The state here is the optimizer's; else the host's is."""
 
+    @cached_property
     def weight_views(self) -> dict[str, Tensor]:
+        """The weights by dotted name."""
         layout = self.weight_layout
         return {e.name: v for e, v in zip(layout.entries, layout.views(self.weights), strict=True)}
 
+    @cached_property
     def gradient_views(self) -> dict[str, Tensor]:
+        """The gradients by dotted name."""
         layout = self.gradient_layout
         return {e.name: v for e, v in zip(layout.entries, layout.views(self.gradients), strict=True)}
 
     def add(self, made: Mapping[str, Tensor]) -> Tensor | None:
         """Adds gradients of a backward, or begins with them.  Gives the norms of all, in the order of the layout."""
-        views = self.gradient_views()
+        views = self.gradient_views
         old = [n for n in made if n in self.has]
         new = [n for n in made if n not in self.has]
         if old:
@@ -93,7 +100,7 @@ class Resident:
 
     def pull_gradients(self) -> None:
         """Gives the host's gradients what they stand for; they are the host's from now on."""
-        views = self.gradient_views()
+        views = self.gradient_views
         for name, host in self.given.items():
             if name in self.has:
                 host.copy_(views[name])
