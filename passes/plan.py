@@ -25,7 +25,8 @@ class BudgetError(ValueError):
 class Plan(Pass):
     """The paper's plan: weights stream through `slots` slots, layers are recomputed from their inputs, and as many
     layers' inputs as the budget asks for wait on the host, the first layers' first, since theirs wait longest.  A
-    layer that runs hooks of the user's keeps its graph: recomputing would run them twice.
+    layer that runs hooks of the user's keeps its graph: recomputing would run them twice.  So does what comes after
+    the last layer (the head and the loss), where there is room: its backward comes next.
 
     With `activations="keep"` the last layers keep their autograd graphs instead, as many as fit.  Where another
     forward is outstanding, every layer's inputs go to the host.  What room is left then is for planes that may live on
@@ -71,7 +72,10 @@ class Plan(Pass):
             most = _most(count, lambda n: fits(tried(self.slots, n, 0)))
             choices = [tried(self.slots, most, 0)]
         else:
-            choices = [tried(self.slots, 0, 0)]
+            last = program.training and not program.layers[-1].label.isdigit()
+            choices = [tried(self.slots, 1, 0)] if last else []
+            if not choices or not fits(choices[0]):
+                choices += [tried(self.slots, 0, 0)]
         if not program.extra and program.training and not fits(choices[-1]):
             spared = count - _most(count, lambda n: fits(tried(self.slots, 0, count - n)))
             choices += [tried(self.slots, 0, spared)]
