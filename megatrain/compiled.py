@@ -97,6 +97,7 @@ class Compiled:
         """The last schedule run, by kind; see `ran`."""
         self.warned: set[str] = set()
         self.keeper = 0
+        self.workspace = 0
         self.lock = threading.RLock()
         self.updates = Updates(self.runtime)
         forget = weakref.ref(self.updates)
@@ -188,7 +189,7 @@ class Compiled:
         if self.resident is None or self.keeper != id(keeper):
             self.runtime.lanes.finish()
             self.runtime.evict()
-            self.keeper = id(keeper)
+            self.keeper, self.workspace = id(keeper), keeper.workspace()
             used = {p for layer in program.layers for p in layer.planes}
             with quiet():
                 trained = {
@@ -226,6 +227,8 @@ class Compiled:
         """Stats of the last step."""
         found = self.schedules.get("train") or self.schedules.get("eval") or Schedule()
         planned = peak(found)
+        if self.runtime.residents:  # updates run between backward and forward
+            planned = max(planned, sum(found.slot_bytes.values()) + self.workspace)
         if self.device.type == "cuda":
             measured = torch.cuda.max_memory_allocated(self.device)
         else:
@@ -341,6 +344,7 @@ class Compiled:
         if form not in made.planned:
             program = sized(made.program, call, sizes, extra)
             program = program.replace(update=self.updates.rule, candidates=candidates, state_bytes=state_bytes)
+            program = program.replace(update_workspace=self.workspace if candidates else 0)
             planned = run(program, before, self.observing)
             if candidates != planned.plan.resident:  # from now on there are fewer candidates
                 self.resident = planned.plan.resident

@@ -1,8 +1,11 @@
 """The rules of `kernels` on the device, for planes whose state lives there: the same formulas in the same order, in
-torch operations, on CUDA fused by `torch.compile` into one pass over the data.
+torch operations, on CUDA fused by `torch.compile`.
 
 Moments have the host's bits on the CPU; torch's square root and CUDA's divisions are not correctly rounded everywhere,
 and compilers contract products and sums, so that an fp32 master may differ by a few units in the last place.
+
+A rule gives new values, which are then copied into place: weights, remainders and moments share a slot's storage under
+different dtypes, and a compiled function may not write through such views.
 """
 
 from __future__ import annotations
@@ -18,8 +21,14 @@ import torch
 from torch import Tensor
 
 LOG = logging.getLogger("megatrain")
-CHUNK = 1 << 25
-"""Elements updated at a time where nothing is fused: bounds the fp32 temporaries."""
+CHUNK = 1 << 23
+"""Elements updated at a time: bounds the temporaries."""
+
+TEMPORARY = 48
+"""Bytes an element that an update takes beside its operands where nothing is fused."""
+
+New = tuple[Tensor, Tensor | None, list[Tensor]]
+"""A weight's bits, remainder and moments."""
 
 
 def master(w: Tensor, r: Tensor | None) -> Tensor:
@@ -27,78 +36,83 @@ def master(w: Tensor, r: Tensor | None) -> Tensor:
     return w if r is None else ((w.to(torch.int32) << 16) + r).view(torch.float32)
 
 
-def store(w: Tensor, r: Tensor | None, x: Tensor) -> None:
-    """Writes the master of a weight; a NaN becomes the canonical one."""
+def parts(x: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The weight and the remainder of an fp32 master; a NaN becomes the canonical one."""
     if r is None:
-        w.copy_(x)
-        return
+        return x, None
     bits = x.view(torch.int32)
     high = (bits + 0x8000) >> 16
     number = x == x
-    r.copy_(torch.where(number, bits - (high << 16), 0))
-    w.copy_(torch.where(number, high, 0x7FC0))
+    low = torch.where(number, bits - (high << 16), 0).to(torch.int16)
+    return torch.where(number, high, 0x7FC0).to(torch.int16), low
 
 
-def adamw(w: Tensor, r: Tensor | None, g: Tensor, moments: Sequence[Tensor], c: Sequence[Any]) -> None:
+def adamw(w: Tensor, r: Tensor | None, g: Tensor, moments: Sequence[Tensor], c: Sequence[Any]) -> New:
     decay, rise1, beta2, rise2, size, root, eps, factor = c
     d = g.float() * factor
     a = moments[0] + rise1 * (d - moments[0])
     s = moments[1] * beta2 + (rise2 * d) * d
     x = master(w, r) * decay
-    store(w, r, x - size * (a / (s.sqrt() / root + eps)))
-    moments[0].copy_(a)
-    moments[1].copy_(s)
+    return *parts(x - size * (a / (s.sqrt() / root + eps)), r), [a, s]
 
 
-def sgd(w: Tensor, r: Tensor | None, g: Tensor, moments: Sequence[Tensor], c: Sequence[Any]) -> None:
+def sgd(w: Tensor, r: Tensor | None, g: Tensor, moments: Sequence[Tensor], c: Sequence[Any]) -> New:
     lr, decay, factor = c
     x = master(w, r)
-    store(w, r, x - lr * (g.float() * factor + decay * x))
+    return *parts(x - lr * (g.float() * factor + decay * x), r), []
 
 
-def momentum(w: Tensor, r: Tensor | None, g: Tensor, moments: Sequence[Tensor], c: Sequence[Any]) -> None:
+def momentum(w: Tensor, r: Tensor | None, g: Tensor, moments: Sequence[Tensor], c: Sequence[Any]) -> New:
     lr, decay, mu, rise, ahead, now, factor = c
     x = master(w, r)
     d = g.float() * factor + decay * x
     a = moments[0] * mu + rise * d
-    store(w, r, x - lr * (now * d + ahead * a))
-    moments[0].copy_(a)
+    return *parts(x - lr * (now * d + ahead * a), r), [a]
 
 
-def lion(w: Tensor, r: Tensor | None, g: Tensor, moments: Sequence[Tensor], c: Sequence[Any]) -> None:
+def lion(w: Tensor, r: Tensor | None, g: Tensor, moments: Sequence[Tensor], c: Sequence[Any]) -> New:
     lr, decay, beta1, rise1, beta2, rise2, factor = c
     d = g.float() * factor
     a = moments[0] * beta1 + rise1 * d
-    store(w, r, master(w, r) * decay - lr * a.sign())
-    moments[0].copy_(moments[0] * beta2 + rise2 * d)
+    return *parts(master(w, r) * decay - lr * a.sign(), r), [moments[0] * beta2 + rise2 * d]
 
 
-RULES: dict[str, Callable[..., None]] = {rule.__name__: rule for rule in (adamw, sgd, momentum, lion)}
+RULES: dict[str, Callable[..., New]] = {rule.__name__: rule for rule in (adamw, sgd, momentum, lion)}
 
 
 def update(rule: str, w: Tensor, r: Tensor | None, g: Tensor, moments: Sequence[Tensor], constants: Any) -> None:
     """Updates one weight; all tensors are flat, of one size.  `constants` are those of the kernel, as `constants_on`
     gives them."""
-    fused = fused_rule(rule)
-    if r is not None:  # here, because a compiled function may not write through a view of another dtype
+    if r is not None:
         w = w.view(torch.int16)
-    if w.device.type == "cuda" and fused.works:
+    for start in range(0, w.numel(), CHUNK):
+        part = slice(start, start + CHUNK)
+        old = w[part], None if r is None else r[part], [m[part] for m in moments]
+        weight, rest, after = updated(rule, *old[:2], g[part], old[2], constants)
+        old[0].copy_(weight)
+        if old[1] is not None and rest is not None:
+            old[1].copy_(rest)
+        for to, new in zip(old[2], after, strict=True):
+            to.copy_(new)
+
+
+def updated(rule: str, *args: Any) -> New:
+    """What the rule gives, fused where that works."""
+    fused = fused_rule(rule)
+    if args[0].device.type == "cuda" and fused.works:
         try:
-            fused.call(w, r, g, moments, constants)
-            return
+            return fused.call(*args)
         except Exception as error:  # a compiler that is not there, or does not work here
             fused.works = False
             LOG.warning("megatrain: %s on the device is not fused, because torch.compile fails here: %r", rule, error)
-    for start in range(0, w.numel(), CHUNK):
-        part = slice(start, start + CHUNK)
-        RULES[rule](w[part], None if r is None else r[part], g[part], [m[part] for m in moments], constants)
+    return RULES[rule](*args)
 
 
 @dataclass
 class Fused:
     """A rule compiled into one kernel, while that works."""
 
-    call: Callable[..., None]
+    call: Callable[..., New]
     works: bool = True
 
 

@@ -74,6 +74,10 @@ class Keeping:
         with quiet():
             return self.state_layout(updates, plane).bytes
 
+    def workspace(self) -> int:
+        """Device bytes that the largest parameter's update takes."""
+        return device.TEMPORARY * min(device.CHUNK, max((p.numel() for p in self.held), default=0))
+
     def pull_state(self, updates: Updates, plane: str) -> None:
         """Gives the host the state of a plane that lives on the device."""
         resident = updates.runtime.residents[plane]

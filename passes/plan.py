@@ -51,7 +51,9 @@ class Plan(Pass):
             keeps = frozenset(layers[count - keep :]) | once
             plan = Residency(slots, keeps, frozenset(layers[:spill]), resident=resident)
             made = program.replace(plan=plan)
-            return made.replace(plan=replace(plan, peak=peak(emitted(made)[0])))
+            schedule = emitted(made)[0]
+            updating = sum(schedule.slot_bytes.values()) + program.update_workspace if resident else 0
+            return made.replace(plan=replace(plan, peak=max(peak(schedule), updating)))
 
         def settled(made: Program) -> Program:
             """With as many planes resident as fit beside it."""
