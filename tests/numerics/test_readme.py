@@ -52,7 +52,7 @@ def test_the_training_loop_runs(capsys: pytest.CaptureFixture[str]) -> None:
     found: dict[str, Any] = {"model": Loss(), "loader": [{"x": torch.randn(4, 8)} for _ in range(3)]}
     before = [p.detach().clone() for p in found["model"].parameters()]
     exec(code, found)
-    assert re.search(r"^fwd0 +compute +layer\.fwd\(x, w0\) +-> x1", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^fwd0 +compute +layer\.fwd\(x, r0\) +-> x1", capsys.readouterr().out, re.MULTILINE)
     assert not any(map(torch.equal, before, found["model"].parameters()))
 
 
