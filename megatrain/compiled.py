@@ -100,6 +100,8 @@ class Compiled:
         self.workspace = 0
         self.lock = threading.RLock()
         self.updates = Updates(self.runtime)
+        this, root = weakref.ref(self), weakref.ref(model)
+        self.updates.check = lambda: (c := this()) and (m := root()) and c.checked(m)
         forget = weakref.ref(self.updates)
         os.register_at_fork(before=lambda: (u := forget()) and u.settle_all())
         self.adopted(model)
@@ -145,12 +147,16 @@ class Compiled:
         with self.lock:
             return self.locked(model, Call(self.signature, args, kwargs))
 
-    def locked(self, model: nn.Module, call: Call) -> Any:
-        if transformed() or self.runtime.store.substituted():
-            return self.eager(call)
+    def checked(self, model: nn.Module) -> None:
+        """Lays planes out again if a parameter or a module was replaced, or a parameter was given other memory."""
         if reason := self.runtime.store.changed(model):
             LOG.warning("megatrain: %s; laying out host planes and capturing again", reason)
             self.adopted(model)
+
+    def locked(self, model: nn.Module, call: Call) -> Any:
+        if transformed() or self.runtime.store.substituted():
+            return self.eager(call)
+        self.checked(model)
         if call.foreign:
             self.warn_foreign(call)
             return self.eager(call)

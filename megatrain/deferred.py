@@ -114,6 +114,8 @@ class Updates:
         self.keeper: Callable[[], Keeper | None] | None = None
         """A weak reference to the optimizer whose state may live on the device."""
         runtime.evicting = self.evict
+        self.check: Callable[[], None] = lambda: None
+        """Lays planes out again if a parameter was replaced or given other memory."""
         self.unstepped = False
         """A backward has updated parameters, and its optimizer's `step()` has not been called yet."""
         self.broken = False
@@ -128,9 +130,9 @@ class Updates:
         stepper = self.stepper() if self.stepper else None
         return stepper.rule if stepper else ""
 
-    def begin_backward(self, parameters: Mapping[str, nn.Parameter]) -> Land | None:
-        """A backward for these parameters, by dotted name, begins; gives what updates them, where it does.  Raises
-        RuntimeError for what cannot be then."""
+    def begin_backward(self, parameters: Mapping[str, nn.Parameter], partial: bool) -> Land | None:
+        """A backward for these parameters, by dotted name, begins; gives what updates them, where it does.  `partial`:
+        not all of their gradients go into `.grad`.  Raises RuntimeError for what cannot be then."""
         stepper = self.stepper() if self.stepper else None
         if stepper is None:
             return None
@@ -138,6 +140,11 @@ class Updates:
             raise RuntimeError(
                 "an earlier backward failed after it had updated some parameters and not others\n"
                 "load the model and then the optimizer from a checkpoint (load_state_dict)"
+            )
+        if partial:
+            raise RuntimeError(
+                "torch.autograd.grad or backward(inputs=...) with update='in-backward': every gradient updates its "
+                "parameter\nuse update='host', or an eager copy: copy.deepcopy(model)"
             )
         if self.unstepped:
             raise RuntimeError(
@@ -210,9 +217,10 @@ class Updates:
         """Hands updates to the host lane, by weight plane, in the order in which the next forward needs them."""
         planes = tuple(works)
         slots = self.runtime.resident_slots
-        if planes not in self._ops:
-            self._ops[planes] = update_ops(self.schedule, planes, rule, slots)
-        ops = self.half = self._ops[planes]
+        key = (rule, *planes, *(names[1] for p, names in slots.items() if p in works))
+        if key not in self._ops:
+            self._ops[key] = update_ops(self.schedule, planes, rule, slots)
+        ops = self.half = self._ops[key]
         living = {names[1]: plane for plane, names in slots.items()}
         plane_of = {op.label: living[op.reads[0]] if op.verb == "compute" else op.writes[0] for op in ops}
         tickets = self.runtime.update(ops, {label: works[plane] for label, plane in plane_of.items()})
@@ -289,6 +297,13 @@ class Updates:
         """Multiplies gradients by their factors: more are about to be added."""
         for plane in list(self.factors):
             self.settle(plane)
+
+    def forget_factors(self) -> None:
+        """Gradients have been dropped: what they were to be multiplied by is of no interest any more."""
+        with quiet():
+            for plane, factor in list(self.factors.items()):
+                if all(p.grad is None for p in factor.parameters):
+                    self.factors.pop(plane, None)
 
     def scale(self, plane: str, factor: np.float32, parameters: Sequence[nn.Parameter]) -> None:
         """Gradients are to be multiplied by `factor`: by the update, or when somebody looks."""

@@ -109,7 +109,9 @@ class Keeping:
         updates = held.home.updates()
         assert updates is not None
         remainder, moments = self.resident_state(updates, held.home.plane, resident)[p]
-        weight, gradient = resident.weight_views[held.home.name], resident.gradient_views[held.home.name]
+        weight, gradient = resident.weight_views[held.home.name], resident.gradient_views.get(held.home.name)
+        if gradient is None:  # of a parameter that was frozen since
+            gradient = grad.detach().to(weight.device)
         step, zeroed = self.begun(p, held, foreign)
         here = dict(zip(map(id, [held.remainder, *held.moments]), [remainder, *moments], strict=True))
         work.zeroed += [t for z in zeroed if (t := here[id(z)]) is not None]

@@ -35,8 +35,8 @@ class Resident:
     gradient_layout: Layout
     loaded: tuple[int, ...] = ()
     """Versions of the plane's tensors on the host whose values `weights` holds; empty: none."""
-    newer: bool = False
-    """The weights here are newer than the host's."""
+    newer: set[str] = field(default_factory=set)
+    """Names of the parameters that are newer here than on the host."""
     has: set[str] = field(default_factory=set)
     """Names of the parameters with a gradient here."""
     given: dict[str, Tensor] = field(default_factory=dict)
@@ -85,7 +85,8 @@ class Resident:
     def load(self, plane: Tensor) -> None:
         """Takes the host's weights."""
         self.weights[: plane.numel()].copy_(plane)
-        self.loaded, self.newer = self.versions(), False
+        self.loaded = self.versions()
+        self.newer.clear()
 
     def holds_gradient(self, name: str, grad: Tensor) -> bool:
         """Whether the gradient here is what `grad`, a parameter's, stands for."""
@@ -93,10 +94,11 @@ class Resident:
         return alias is not None and grad.data_ptr() == alias.data_ptr() and grad._version == alias._version
 
     def pull_weights(self, plane: Tensor) -> None:
-        """Gives the host's plane the weights."""
-        if self.newer:
-            plane.copy_(self.weights[: plane.numel()])
-            self.newer = False
+        """Gives the host's plane the weights that are newer here.  Others the user may have written there."""
+        host = dict(zip((e.name for e in self.weight_layout.entries), self.weight_layout.views(plane), strict=True))
+        for name in self.newer:
+            host[name].copy_(self.weight_views[name])
+        self.newer.clear()
 
     def pull_gradients(self) -> None:
         """Gives the host's gradients what they stand for; they are the host's from now on."""

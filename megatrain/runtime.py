@@ -123,8 +123,6 @@ class Runtime:
             self.lanes.finish()
             self.evict()
             self.resident_slots = dict(e.residents)
-            for name in [s.name for s in schedule.slots if s.role == "resident"]:
-                self.slots.pop(name, None)
         have = {n: t.numel() for n, t in self.slots.items()}
         if not schedule.budget:
             wanted = have | {n: max(size, have.get(n, 0)) for n, size in wanted.items()}
@@ -155,7 +153,10 @@ class Runtime:
         for plane in list(self.residents):
             self.pull(plane)
             self.evicting(plane)
+        for name in (n for names in self.resident_slots.values() for n in names):
+            self.slots.pop(name, None)
         self.residents.clear()
+        self.resident_slots = {}
 
     def pull(self, plane: str) -> None:
         """Gives the host's plane and gradients what lives on the device."""

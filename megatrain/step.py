@@ -136,9 +136,11 @@ class Running:
                     layout = executable.grad_layouts[f"{target.removesuffix('.dw')}.w"]
                     frame.grads[target] = c.runtime.gradients.take(target, layout)
         c.runtime.claim(executable)
-        filled = {p for p in executable.residents if self.begun(p, executable)}
+        with quiet():
+            partial = not all(map(accumulates, self.parameters.values()))
+        filled = {p for p in executable.residents if self.begun(p, executable, partial)}
         try:
-            frame.land = c.updates.begin_backward(self.parameters)
+            frame.land = c.updates.begin_backward(self.parameters, partial)
             c.runtime.ring(executable)
             c.updates.end_backward(c.runtime.run("backward", frame), self.parameters, frame.defined)
             inputs = {n[1:]: frame.values.get(n) for n in s.input_grads}
@@ -160,15 +162,15 @@ class Running:
             out.append(None if g is None else g.detach().to(self.call.tensors[target].device))
         return out
 
-    def begun(self, plane: str, executable: Executable) -> bool:
+    def begun(self, plane: str, executable: Executable, partial: bool) -> bool:
         """A backward is about to add to the gradients of a plane that lives on the device: those that somebody has
         dropped or replaced are no longer there.  Whether the new ones must be filled at once, because the host is to
-        add them to others."""
+        add them to others, or because (`partial`) not all go into `.grad`."""
         c = self.compiled
         resident = c.runtime.residents[plane]
-        if resident.handed():
+        if resident.handed() or partial:
             c.updates.settle(plane)
-        filled = False
+        filled = partial
         with quiet():
             for e in executable.grad_layouts[plane].entries:
                 grad = c.tensors[e.name].grad
@@ -198,6 +200,16 @@ class Running:
         else:
             c.updates.guard(plane, [c.tensors[n] for n in names if n in resident.has])  # type: ignore[misc]
         return found
+
+
+def accumulates(p: Tensor) -> bool:
+    """Whether the backward that runs adds to the parameter's `.grad`: not in `torch.autograd.grad`, and not for other
+    parameters than `backward(inputs=...)` names."""
+    node = torch.autograd.graph.get_gradient_edge(p).node
+    try:
+        return torch._C._will_engine_execute_node(node)  # type: ignore[arg-type]
+    except RuntimeError:  # a leaf in torch.autograd.grad
+        return False
 
 
 def batched(g: Tensor | None) -> bool:

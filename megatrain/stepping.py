@@ -166,6 +166,8 @@ class HostOptimizer(Keeping, torch.optim.Optimizer):
             for updates in self.owners():
                 updates.unstepped = False
             return loss
+        for updates in self.owners():
+            updates.check()
         with quiet():
             given = [(g, p, p.grad) for g in self.param_groups for p in g["params"] if p.grad is not None]
             for _, p, grad in given:
@@ -187,8 +189,6 @@ class HostOptimizer(Keeping, torch.optim.Optimizer):
                     self.add_resident(work, group, p, grad, factor, numbers, foreign, resident)
                 else:
                     self.add(work, group, p, grad, factor, numbers, foreign)
-            for updates, plane in works:
-                updates.factors.pop(plane, None)
             for updates in dict.fromkeys(u for u, _ in works):
                 self.issue(updates, {plane: w for (u, plane), w in works.items() if u is updates})
         return loss
@@ -280,7 +280,8 @@ class HostOptimizer(Keeping, torch.optim.Optimizer):
         residents = updates.runtime.residents
         for plane, ticket in updates.issue(works, self.rule).items():
             if resident := residents.get(plane):
-                resident.newer, resident.loaded = True, resident.versions()
+                resident.newer.update(self.held[p].home.name for p in works[plane].parameters)
+                resident.loaded = resident.versions()
             updates.defer(plane, ticket, works[plane].parameters)
             if plane in self.exposed:
                 updates.settle(plane)
@@ -298,7 +299,7 @@ class HostOptimizer(Keeping, torch.optim.Optimizer):
                 for p in group["params"]:
                     p.grad = None
         for updates in self.owners():
-            updates.settle_gradients()
+            updates.forget_factors()
 
     def clipping(self, given: list[tuple[nn.Parameter, Tensor]]) -> np.float32:
         """The factor of the gradients at this step."""

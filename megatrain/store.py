@@ -5,6 +5,7 @@ A plane *is* the parameters' memory and the transfer buffer; there is no second 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatrain.host import HostBuffer, Layout, dense_stride, layout_of
+from megatrain.host import Entry, HostBuffer, Layout, dense_stride, layout_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +41,8 @@ class Store:
     planes: dict[str, HostBuffer]
     layouts: dict[str, Layout]
     tree: Tree = field(default_factory=lambda: tree_of(nn.Module()), repr=False)
+    leases: dict[str, weakref.ref[memoryview]] = field(default_factory=dict, repr=False)
+    """What the tensors over each plane hold alive."""
 
     def substituted(self) -> bool:
         """Whether plain tensors stand in the place of parameters, as inside `torch.func.functional_call`."""
@@ -127,8 +130,8 @@ def adopt(model: nn.Module, planes: Mapping[str, Sequence[str]], pin: bool = Fal
     other becomes contiguous.  A buffer that is a view of another tensor no longer is.
 
     With `old`, the store of an earlier adoption, its planes are used again where the layout and the tensor objects are
-    the same, and what already lies in its place is not copied.  A plane of which a tensor was replaced is made anew:
-    the old tensor may be the user's still.
+    the same and lie in their place, or where nothing lies in the plane any more.  A plane of which a tensor was
+    replaced or given other memory is made anew: the old one may be the user's still.
 
     Raises ValueError, before anything has moved, for a name that is not there or given twice, for a tensor on meta or
     not strided, and for two parameters that share memory without being one object.
@@ -139,11 +142,16 @@ def adopt(model: nn.Module, planes: Mapping[str, Sequence[str]], pin: bool = Fal
         plane: layout_of((name, t.dtype, t.shape, dense_stride(t)) for name, t in pairs)
         for plane, pairs in held.items()
     }
+
+    def entries(plane: str) -> list[tuple[tuple[str, Tensor], Entry]]:
+        return list(zip(held[plane], layouts[plane].entries, strict=True))
+
     kept = {
         plane: old.planes[plane]
         for plane in planes
         if old.layouts.get(plane) == layouts[plane]
         and not any(name in old.tree.tensors and old.tree.tensors[name] is not t for name, t in held[plane])
+        and (old.leases[plane]() is None or all(in_place(t, e, old.planes[plane]) for (_, t), e in entries(plane)))
     }
     settled = {
         id(t)
@@ -155,12 +163,17 @@ def adopt(model: nn.Module, planes: Mapping[str, Sequence[str]], pin: bool = Fal
     loose = [t for _, t in chain.from_iterable(held.values()) if id(t) not in settled]
     sources = {id(t): t.detach().clone() for t in loose if any(lies_in(t, buffer) for buffer in kept.values())}
     buffers: dict[str, HostBuffer] = {}
+    leases: dict[str, weakref.ref[memoryview]] = {}
     for plane, layout in layouts.items():
         buffers[plane] = kept[plane] if plane in kept else HostBuffer(layout.bytes, pin)
-        for (_, t), place in zip(held[plane], buffers[plane].tensors(layout), strict=True):
+        lease = buffers[plane].lease()
+        leases[plane] = weakref.ref(lease)
+        for (_, t), place in zip(held[plane], buffers[plane].tensors(layout, lease), strict=True):
             if id(t) not in settled:
                 t.data = place.copy_(sources.pop(id(t), t.detach()))
-    return Store(buffers, layouts, tree_of(model))
+        if all(id(t) in settled for _, t in held[plane]) and plane in old.leases:
+            leases[plane] = old.leases[plane]
+    return Store(buffers, layouts, tree_of(model), leases)
 
 
 def find(model: nn.Module, name: str) -> Tensor:
@@ -193,6 +206,13 @@ def check_adoptable(named: Iterable[tuple[str, Tensor]]) -> None:
         other = addresses.setdefault(t.data_ptr(), name)
         if other != name:
             raise ValueError(f"{other} and {name} share memory: to tie them, assign the same Parameter to both")
+
+
+def in_place(t: Tensor, e: Entry, buffer: HostBuffer) -> bool:
+    """Whether the tensor is the entry's part of the buffer."""
+    if not e.nbytes:
+        return t.device.type == "cpu"
+    return t.device.type == "cpu" and t.data_ptr() == buffer.flat.data_ptr() + e.offset and t.stride() == e.strides
 
 
 def lies_in(t: Tensor, buffer: HostBuffer) -> bool:

@@ -82,6 +82,8 @@ def test_what_cannot_be() -> None:
     opt.step()
     with pytest.raises(RuntimeError, match=r"^clipping with update='in-backward': there are no gradients left to clip"):
         megatrain.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(RuntimeError, match=r"^torch\.autograd\.grad or backward\(inputs=\.\.\.\) with update='in-back"):
+        torch.autograd.grad(model(ids(1)), [model.layers[0].weight])
     handle = model.layers[1].weight.register_hook(lambda g: g)
     with pytest.raises(RuntimeError, match=r"^layers\.1\.weight has a hook on its gradient: with update='in-backward'"):
         model(ids(1)).backward()
