@@ -205,16 +205,17 @@ class Compiled:
             self.resident = tuple(p for p, ts in trained.items() if p in used and ts and all(map(keeper.holds, ts)))
         return self.resident, {p: keeper.state_bytes(self.updates, p) for p in self.resident}
 
-    def refresh(self, executable: Executable) -> None:
-        """What was written on the host goes to the planes that live on the device."""
+    def refresh(self, executable: Executable, program: Program) -> None:
+        """What was written on the host of what the program reads goes to the planes that live on the device."""
         if executable.residents:
             self.runtime.claim(executable)
+        read = {i.target for i in program.inputs if i.kind == "weight"}
         for plane, resident in self.runtime.residents.items():
             with quiet(), torch.no_grad():
-                resident.tensors = [self.tensors[n] for n in self.planes[plane]]
-                if resident.loaded != resident.versions():
+                tensors = {n: self.tensors[n] for n in self.planes[plane] if n in read}
+                if resident.stale(tensors):
                     self.runtime.lanes.finish()
-                    resident.load(self.runtime.store.planes[plane].flat[: resident.weight_layout.bytes])
+                    resident.load(self.runtime.store.planes[plane].flat[: resident.weight_layout.bytes], tensors)
 
     def ran(self, kind: str, schedule: Schedule) -> None:
         self.schedules[kind] = schedule

@@ -35,7 +35,7 @@ class Keeping:
     def residing(self, updates: Updates, plane: str) -> Resident | None:
         """What lives on the device for a plane, its state too; None for a plane that lives on the host."""
         resident = updates.runtime.residents.get(plane)
-        if resident is None or not resident.tensors:
+        if resident is None:
             return None
         if not resident.current:
             updates.runtime.lanes.finish(("compute",))

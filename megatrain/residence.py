@@ -33,8 +33,8 @@ class Resident:
     state: Tensor
     weight_layout: Layout
     gradient_layout: Layout
-    loaded: tuple[int, ...] = ()
-    """Versions of the plane's tensors on the host whose values `weights` holds; empty: none."""
+    loaded: dict[str, int] = field(default_factory=dict)
+    """The version of each tensor on the host whose value `weights` holds."""
     newer: set[str] = field(default_factory=set)
     """Names of the parameters that are newer here than on the host."""
     has: set[str] = field(default_factory=set)
@@ -43,8 +43,6 @@ class Resident:
     """Host tensors that autograd was given for these gradients, and that are to be filled when somebody looks."""
     parameters: list[nn.Parameter] = field(default_factory=list)
     """Those that are guarded."""
-    tensors: list[Tensor] = field(default_factory=list)
-    """The plane's tensors on the host, in the order of the layout."""
     landing: list[weakref.ref[Tensor]] = field(default_factory=list)
     """Those of `given` that autograd may have handed to the user."""
     states: Any = None
@@ -79,14 +77,16 @@ class Resident:
             return None
         return torch.stack(torch._foreach_norm(every, 2, torch.float32))
 
-    def versions(self) -> tuple[int, ...]:
-        return tuple(t._version for t in self.tensors)
+    def stale(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Which of these have been written on the host since they were taken from there."""
+        return [n for n, t in tensors.items() if n not in self.newer and self.loaded.get(n) != t._version]
 
-    def load(self, plane: Tensor) -> None:
-        """Takes the host's weights."""
-        self.weights[: plane.numel()].copy_(plane)
-        self.loaded = self.versions()
-        self.newer.clear()
+    def load(self, plane: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        """Takes from the host's plane what is stale here."""
+        host = dict(zip((e.name for e in self.weight_layout.entries), self.weight_layout.views(plane), strict=True))
+        for n in self.stale(tensors):
+            self.weight_views[n].copy_(host[n])
+            self.loaded[n] = tensors[n]._version
 
     def holds_gradient(self, name: str, grad: Tensor) -> bool:
         """Whether the gradient here is what `grad`, a parameter's, stands for."""

@@ -58,7 +58,7 @@ class Running:
         s = frame.executable.schedule
         c.ran("train" if s.backward else "eval", s)
         try:
-            c.refresh(frame.executable)
+            c.refresh(frame.executable, program)
             c.runtime.run("forward", frame)
         except BaseException:
             frame.values.clear()

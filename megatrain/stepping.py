@@ -280,8 +280,10 @@ class HostOptimizer(Keeping, torch.optim.Optimizer):
         residents = updates.runtime.residents
         for plane, ticket in updates.issue(works, self.rule).items():
             if resident := residents.get(plane):
-                resident.newer.update(self.held[p].home.name for p in works[plane].parameters)
-                resident.loaded = resident.versions()
+                updated = {self.held[p].home.name: p for p in works[plane].parameters}
+                resident.newer.update(updated)
+                with quiet():
+                    resident.loaded |= {n: p._version for n, p in updated.items()}
             updates.defer(plane, ticket, works[plane].parameters)
             if plane in self.exposed:
                 updates.settle(plane)

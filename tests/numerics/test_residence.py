@@ -114,6 +114,53 @@ def test_a_weight_that_is_written_is_loaded() -> None:
     close(*models)
 
 
+class Normed(nn.Module):
+    """Running statistics, and a buffer that only the user writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(12), nn.Tanh()) for _ in range(4))
+        for layer in self.layers:
+            layer.register_buffer("scale", torch.ones(12))
+        self.frozen = nn.Parameter(torch.ones(12), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x) * layer.scale * self.frozen  # type: ignore[operator]
+        return x.square().mean()
+
+
+def test_buffers_and_frozen_parameters() -> None:
+    torch.manual_seed(0)
+    eager = Normed()
+    model = megatrain.compile(copy.deepcopy(eager), device="cpu", memory="1GiB")
+    pairs: list[tuple[Any, Any]] = [
+        (eager, torch.optim.SGD(eager.parameters(), lr=0.1)),
+        (model, megatrain.SGD(model.parameters(), lr=0.1)),
+    ]
+    for t in range(8):
+        x = torch.randn(6, 12, generator=torch.Generator().manual_seed(t))
+        losses: list[Tensor] = []
+        for m, opt in pairs:
+            loss = m(x)
+            loss.backward()
+            with torch.no_grad():
+                m.layers[1].scale.mul_(1.1)
+                m.frozen.mul_(0.9)
+            opt.step()
+            with torch.no_grad():
+                m.layers[2].scale.mul_(0.8)
+                m.frozen.add_(0.05)
+                m.eval()
+                losses += [loss, m(x)]
+                m.train()
+            opt.zero_grad()
+        torch.testing.assert_close(losses[:2], losses[2:])
+    assert residents(model) == 4
+    for (n, a), b in zip(eager.state_dict().items(), model.state_dict().values(), strict=True):
+        torch.testing.assert_close(b, a, msg=n)
+
+
 def test_held_aliases_follow() -> None:
     model = living()
     opt = megatrain.AdamW(model.parameters(), lr=0.1)
