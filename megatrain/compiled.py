@@ -190,7 +190,7 @@ class Compiled:
         """(planes that may live on the device, bytes of the optimizer's state of each): those that the program uses and
         whose trained parameters an optimizer with update="auto" holds."""
         keeper = self.updates.keeper() if self.updates.keeper else None
-        if keeper is None or not self.budget:
+        if keeper is None or not self.budget or self.updates.rule:
             return (), {}
         if self.resident is None or self.keeper != id(keeper):
             self.runtime.lanes.finish()

@@ -213,10 +213,13 @@ class Updates:
         entry = next(e for e in store.layouts[home.plane].entries if e.name == home.name)
         return store.planes[home.plane].array(entry)
 
-    def issue(self, works: Mapping[str, Callable[[], None]], rule: str) -> dict[str, Ticket]:
-        """Hands updates to the host lane, by weight plane, in the order in which the next forward needs them."""
+    def issue(
+        self, works: Mapping[str, Callable[[], None]], rule: str, residents: Collection[str]
+    ) -> dict[str, Ticket]:
+        """Hands updates to the host lane, by weight plane, in the order in which the next forward needs them; those of
+        `residents` to the device."""
         planes = tuple(works)
-        slots = self.runtime.resident_slots
+        slots = {p: names for p, names in self.runtime.resident_slots.items() if p in residents}
         key = (rule, *planes, *(names[1] for p, names in slots.items() if p in works))
         if key not in self._ops:
             self._ops[key] = update_ops(self.schedule, planes, rule, slots)

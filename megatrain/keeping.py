@@ -32,10 +32,18 @@ class Keeping:
     def constants(self, group: Group, step: int, factor: np.float32, known: Numbers) -> Any:
         raise NotImplementedError
 
+    def keeps(self, updates: Updates) -> bool:
+        """Whether it is this optimizer's state that lives on the device."""
+        keeper: Any = updates.keeper() if updates.keeper else None
+        return keeper is self
+
     def residing(self, updates: Updates, plane: str) -> Resident | None:
         """What lives on the device for a plane, its state too; None for a plane that lives on the host."""
         resident = updates.runtime.residents.get(plane)
         if resident is None:
+            return None
+        if not self.keeps(updates):  # another optimizer's: this one works on the host
+            updates.settle(plane)
             return None
         if not resident.current:
             updates.runtime.lanes.finish(("compute",))

@@ -64,6 +64,8 @@ class HostOptimizer(Keeping, torch.optim.Optimizer):
                 raise ValueError("this model has an optimizer with update='in-backward' already: delete that first")
             updates.stepper = weakref.ref(self)  # type: ignore[assignment]
         for updates in self.owners() if update == "auto" else ():
+            updates.runtime.lanes.finish()
+            updates.runtime.evict()  # the state there is another optimizer's
             updates.keeper = weakref.ref(self)  # type: ignore[assignment]
 
     @property
@@ -277,8 +279,8 @@ class HostOptimizer(Keeping, torch.optim.Optimizer):
         return (updates.weight(held.home), remainder, flat(grad), *moments)
 
     def issue(self, updates: Updates, works: Mapping[str, Work]) -> None:
-        residents = updates.runtime.residents
-        for plane, ticket in updates.issue(works, self.rule).items():
+        residents = updates.runtime.residents if self.keeps(updates) else {}
+        for plane, ticket in updates.issue(works, self.rule, residents).items():
             if resident := residents.get(plane):
                 updated = {self.held[p].home.name: p for p in works[plane].parameters}
                 resident.newer.update(updated)

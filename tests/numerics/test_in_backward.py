@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import megatrain
-from tests.numerics.test_optim import compiled, ids, slow, stepped
+from tests.numerics.test_optim import Net, compiled, ids, slow, stepped
 from tests.numerics.twins import same
 
 
@@ -108,6 +108,19 @@ def test_gradients_are_back_when_the_optimizer_is_gone() -> None:
     gc.collect()
     model(ids(1)).backward()
     assert model.layers[0].weight.grad is not None
+
+
+def test_beside_an_optimizer_whose_state_lives_on_the_device() -> None:
+    models = [compiled(torch.float32), megatrain.compile(Net(), device="cpu", memory="1GiB")]
+    models[1].load_state_dict(models[0].state_dict())
+    for m in models:
+        first = megatrain.SGD(m.parameters(), lr=0.1)
+        stepped(m, first)
+        second = megatrain.SGD(m.parameters(), lr=0.05, update="in-backward" if m is models[1] else "host")
+        for t in range(1, 4):
+            stepped(m, second, t)
+    for p, q in zip(*(m.parameters() for m in models), strict=True):
+        torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_a_backward_that_fails_half_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -337,6 +337,22 @@ def test_unfreezing_and_freezing() -> None:
     close(*models)
 
 
+@pytest.mark.parametrize("update", ["auto", "host"])
+def test_two_optimizers_in_turn(update: str) -> None:
+    models = compiled(torch.float32), living(torch.float32)
+    first = [megatrain.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
+    for m, opt in zip(models, first, strict=True):
+        stepped(m, opt)
+        m(ids(1)).backward()
+    second = [megatrain.SGD(m.parameters(), lr=0.05, momentum=0.5, update=update) for m in models]
+    for opt in second:
+        opt.step()
+    for t in range(2, 8):
+        for m, opt in zip(models, first if t % 2 else second, strict=True):
+            stepped(m, opt, t)
+    close(*models)
+
+
 def test_another_optimizer_sees_gradients() -> None:
     models = compiled(torch.float32), living(torch.float32)
     kept = megatrain.AdamW(models[1].parameters())

@@ -76,13 +76,15 @@ def test_failure_surfaces_with_its_line_and_nothing_hangs(lanes):
 
 def test_first_failure_wins_and_running_ops_end():
     lanes = ThreadLanes()
-    failed, ended = threading.Event(), []
+    began, failed, ended = threading.Event(), threading.Event(), []
 
     def fail():
+        began.wait()
         failed.set()
         raise ValueError("first")
 
     def slow():
+        began.set()
         failed.wait()
         time.sleep(0.05)
         ended.append("slow")
