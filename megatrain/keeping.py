@@ -123,8 +123,6 @@ class Keeping:
         step, zeroed = self.begun(p, held, foreign)
         here = dict(zip(map(id, [held.remainder, *held.moments]), [remainder, *moments], strict=True))
         work.zeroed += [t for z in zeroed if (t := here[id(z)]) is not None]
-        if foreign:
-            work.copies.append((weight, p.detach()))
         if not resident.holds_gradient(held.home.name, grad):
             work.copies.append((gradient, grad.detach()))
         work.parameters.append(p)

@@ -185,9 +185,12 @@ class HostOptimizer(Keeping, torch.optim.Optimizer):
                 assert updates is not None
                 work = works.setdefault((updates, home.plane), Work())
                 foreign = p._version != self.held[p].version
+                resident = self.residing(updates, home.plane)
+                if resident and resident.stale({home.name: p}):  # written on the host since the forward
+                    work.copies.append((resident.weight_views[home.name], p.detach()))
                 self.written(p)
                 factor = clip * updates.factor(home.plane, p)
-                if resident := self.residing(updates, home.plane):
+                if resident:
                     self.add_resident(work, group, p, grad, factor, numbers, foreign, resident)
                 else:
                     self.add(work, group, p, grad, factor, numbers, foreign)

@@ -322,6 +322,20 @@ def test_back_to_the_host() -> None:
     close(*models)
 
 
+def test_loading_between_backward_and_step() -> None:
+    models = compiled(torch.float32), living(torch.float32)
+    optimizers = [megatrain.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
+    for m, opt in zip(models, optimizers, strict=True):
+        stepped(m, opt)
+        m(ids(1)).backward()
+        m.load_state_dict({n: t * 0.5 for n, t in m.state_dict().items()})
+        opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+        opt.step()
+        opt.step()
+        stepped(m, opt, 2)
+    close(*models)
+
+
 def test_unfreezing_and_freezing() -> None:
     models = compiled(torch.float32), living(torch.float32)
     for m in models:
