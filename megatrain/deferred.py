@@ -242,7 +242,14 @@ class Updates:
         somebody else sees into, is waited for."""
         self.due[plane] = Due(ticket, parameters)
         with quiet():
-            if any(type(p) not in (nn.Parameter, Guarded) or aliased(p) for p in parameters):
+            seen = any(map(aliased, parameters))
+        self.watch(plane, parameters, seen)
+
+    def watch(self, plane: str, parameters: Sequence[nn.Parameter], at_once: bool = False) -> None:
+        """Guards parameters, so that whoever touches one settles the plane; settles it `at_once`, or where one is of
+        another class than Parameter."""
+        with quiet():
+            if at_once or any(type(p) not in (nn.Parameter, Guarded) for p in parameters):
                 self.settle(plane)
                 return
             for p in parameters:
@@ -287,14 +294,8 @@ class Updates:
 
     def guard(self, plane: str, parameters: Sequence[nn.Parameter]) -> None:
         """The gradients of these parameters live on the device."""
-        resident = self.runtime.residents[plane]
-        with quiet():
-            if any(type(p) not in (nn.Parameter, Guarded) for p in parameters):
-                self.settle(plane)
-                return
-            resident.parameters = list(parameters)
-            for p in parameters:
-                p.__class__ = Guarded
+        self.runtime.residents[plane].parameters = list(parameters)
+        self.watch(plane, parameters)
 
     def settle_gradients(self) -> None:
         """Multiplies gradients by their factors: more are about to be added."""
@@ -313,12 +314,7 @@ class Updates:
         if plane in self.factors:
             self.settle(plane)
         self.factors[plane] = Factor(factor, parameters)
-        with quiet():
-            if any(type(p) not in (nn.Parameter, Guarded) for p in parameters):
-                self.settle(plane)
-                return
-            for p in parameters:
-                p.__class__ = Guarded
+        self.watch(plane, parameters)
 
     def factor(self, plane: str, p: nn.Parameter) -> np.float32:
         """The factor that waits for a parameter's gradient."""

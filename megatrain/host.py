@@ -66,6 +66,10 @@ class Layout:
         The views share its storage and have the entry's dtype, shape and stride."""
         return [flat[e.offset : e.offset + e.nbytes].view(e.dtype).as_strided(e.shape, e.strides) for e in self.entries]
 
+    def named(self, flat: Tensor) -> dict[str, Tensor]:
+        """The views by the names of their entries."""
+        return dict(zip((e.name for e in self.entries), self.views(flat), strict=True))
+
 
 def layout_of(specs: Iterable[Spec]) -> Layout:
     """Lay tensors out one after the other, each on an ALIGN boundary, the total a multiple of PAGE (0 for none).  A
@@ -229,6 +233,13 @@ def flat(t: Tensor) -> np.ndarray[Any, Any]:
     """A dense tensor as an array of its memory; bf16 as uint16."""
     t = t.detach().as_strided((t.numel(),), (1,))
     return t.view(torch.int16).numpy().view(np.uint16) if t.dtype == torch.bfloat16 else t.numpy()
+
+
+def norms(gradients: Sequence[Tensor]) -> Tensor | None:
+    """The 2-norm of each gradient (fp32 [n]); None where there is none, or one that is not of 16 or 32 bits."""
+    if not gradients or not all(g.dtype in (torch.float32, torch.bfloat16, torch.float16) for g in gradients):
+        return None
+    return torch.stack(torch._foreach_norm(list(gradients), 2, torch.float32))
 
 
 class GradientPlanes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ class Keeping:
     moments: tuple[str, ...]
     held: dict[nn.Parameter, Held]
     planes: dict[tuple[Updates, str], list[nn.Parameter]]
+    layouts: dict[tuple[Updates, str, int], Layout]
     state: Any
 
     def kernel(self, group: Group) -> Any:
@@ -71,8 +73,16 @@ class Keeping:
         return resident.states
 
     def state_layout(self, updates: Updates, plane: str) -> Layout:
+        """Where the state of a plane's parameters lies.  Asked for at every call, so worked out once."""
+        ps = self.planes.get((updates, plane), ())
+        key = (updates, plane, len(ps))
+        if key not in self.layouts:
+            self.layouts[key] = self.laid_out(ps)
+        return self.layouts[key]
+
+    def laid_out(self, parameters: Sequence[nn.Parameter]) -> Layout:
         specs: list[Spec] = []
-        for i, p in enumerate(self.planes.get((updates, plane), ())):
+        for i, p in enumerate(parameters):
             kinds = [torch.int16] * (self.held[p].remainder is not None) + [torch.float32] * len(self.moments)
             specs += [(f"{i}.{k}", kind, tuple(p.shape), dense_stride(p)) for k, kind in enumerate(kinds)]
         return layout_of(specs)

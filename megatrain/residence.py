@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from megatrain.host import Layout
+from megatrain.host import Layout, norms
 
 Slots = tuple[str, str, str]
 """Names of the slots of weights, gradients and state."""
@@ -53,14 +53,12 @@ class Resident:
     @cached_property
     def weight_views(self) -> dict[str, Tensor]:
         """The weights by dotted name."""
-        layout = self.weight_layout
-        return {e.name: v for e, v in zip(layout.entries, layout.views(self.weights), strict=True)}
+        return self.weight_layout.named(self.weights)
 
     @cached_property
     def gradient_views(self) -> dict[str, Tensor]:
         """The gradients by dotted name."""
-        layout = self.gradient_layout
-        return {e.name: v for e, v in zip(layout.entries, layout.views(self.gradients), strict=True)}
+        return self.gradient_layout.named(self.gradients)
 
     def add(self, made: Mapping[str, Tensor]) -> Tensor | None:
         """Adds gradients of a backward, or begins with them.  Gives the norms of all, in the order of the layout."""
@@ -72,10 +70,7 @@ class Resident:
         if new:
             torch._foreach_copy_([views[n] for n in new], [made[n] for n in new])
         self.has.update(made)
-        every = list(views.values())
-        if not every or not all(v.dtype in (torch.float32, torch.bfloat16, torch.float16) for v in every):
-            return None
-        return torch.stack(torch._foreach_norm(every, 2, torch.float32))
+        return norms([*views.values()])
 
     def stale(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """Which of these have been written on the host since they were taken from there."""
@@ -83,7 +78,7 @@ class Resident:
 
     def load(self, plane: Tensor, tensors: Mapping[str, Tensor]) -> None:
         """Takes from the host's plane what is stale here."""
-        host = dict(zip((e.name for e in self.weight_layout.entries), self.weight_layout.views(plane), strict=True))
+        host = self.weight_layout.named(plane)
         for n in self.stale(tensors):
             self.weight_views[n].copy_(host[n])
             self.loaded[n] = tensors[n]._version
@@ -95,7 +90,7 @@ class Resident:
 
     def pull_weights(self, plane: Tensor) -> None:
         """Gives the host's plane the weights that are newer here.  Others the user may have written there."""
-        host = dict(zip((e.name for e in self.weight_layout.entries), self.weight_layout.views(plane), strict=True))
+        host = self.weight_layout.named(plane)
         for name in self.newer:
             host[name].copy_(self.weight_views[name])
         self.newer.clear()

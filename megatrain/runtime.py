@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatrain.bodies import Kept
 from megatrain.executable import Executable, Step
-from megatrain.host import GradientPlanes, HostBuffer, round_up
+from megatrain.host import GradientPlanes, HostBuffer, norms, round_up
 from megatrain.lanes import Lanes, Ticket
 from megatrain.meter import Meter
 from megatrain.program import DTYPES, BodySpec
@@ -193,20 +193,17 @@ class Runtime:
     def gather(self, op: Op, step: Step, frame: Frame) -> None:
         """Adds the gradients of a plane to those that live on the device."""
         plane = step.planes[0]
-        layout = frame.executable.grad_layouts[plane]
-        views = layout.views(self.slots[op.reads[0]])
-        made = {e.name: v for e, v in zip(layout.entries, views, strict=True) if e.name in frame.defined}
+        views = frame.executable.grad_layouts[plane].named(self.slots[op.reads[0]])
         with torch.no_grad():
-            norms = self.residents[plane].add(made)
-        if norms is not None:
-            self.norms[plane] = norms
+            found = self.residents[plane].add({n: v for n, v in views.items() if n in frame.defined})
+        if found is not None:
+            self.norms[plane] = found
 
     def land(self, op: Op, step: Step, frame: Frame) -> None:
         """An update in the backward: gives the gradients of a plane, where there are any, to the optimizer."""
-        layout = frame.executable.grad_layouts[step.planes[0]]
-        views = layout.views(self.rings[op.reads[0]].flat)
+        views = frame.executable.grad_layouts[step.planes[0]].named(self.rings[op.reads[0]].flat)
         assert frame.land is not None, f"nothing runs {op.call}: updates are the optimizer's"
-        frame.land({e.name: v for e, v in zip(layout.entries, views, strict=True) if e.name in frame.defined})
+        frame.land({n: v for n, v in views.items() if n in frame.defined})
 
     def compute(self, op: Op, step: Step, frame: Frame) -> None:
         body = frame.executable.bodies[op.call]
@@ -255,10 +252,10 @@ class Runtime:
                 continue
             views = e.grad_layouts[planes[p]].views(self.slots[slot])
             self.norms.pop(planes[p], None)
-            if not all(v.dtype in (torch.float32, torch.bfloat16, torch.float16) for v in views):
-                continue
             with torch.no_grad():
-                self.norms[planes[p]] = torch.stack(torch._foreach_norm(views, 2, torch.float32))
+                found = norms(views)
+            if found is not None:
+                self.norms[planes[p]] = found
 
     def grad_views(
         self, e: Executable, spec: BodySpec, planes: Sequence[str], slots: Sequence[str]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megatrain import kernels
 from megatrain.clip import clip_factor, total_norm
 from megatrain.deferred import HOMES, Home, Land, Updates, quiet
-from megatrain.host import HostBuffer, Spec, available, dense_stride, flat, layout_of
+from megatrain.host import HostBuffer, Layout, Spec, available, dense_stride, flat, layout_of
 from megatrain.hoststate import Array, Group, Held, Numbers, State, Work, alias
 from megatrain.keeping import Keeping
 
@@ -52,6 +52,7 @@ class HostOptimizer(Keeping, torch.optim.Optimizer):
         self.held: dict[nn.Parameter, Held] = {}
         self.planes: dict[tuple[Updates, str], list[nn.Parameter]] = {}
         """The parameters that have state, by plane."""
+        self.layouts: dict[tuple[Updates, str, int], Layout] = {}
         self.exposed: set[str] = set()
         self.building = True
         super().__init__(params, defaults)
