@@ -24,7 +24,9 @@ def total_norm(given: Iterable[tuple[nn.Parameter, Tensor]]) -> Tensor:
         updates = home.updates() if home else None
         noted = updates.noted(grad) if updates else None
         if noted is None:
-            work = partial(kernels.squares, flat(grad.contiguous().float() if grad.dtype == torch.float16 else grad))
+            work = partial(
+                kernels.call, kernels.squares, flat(grad.contiguous().float() if grad.dtype == torch.float16 else grad)
+            )
             noted = updates.on_host(work) if updates else float(grad.double().square().sum())
         squares += noted
     return torch.tensor(math.sqrt(squares) if squares == squares else math.nan, dtype=torch.float32)

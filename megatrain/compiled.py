@@ -16,6 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from megatrain import device as devices
 from megatrain import settings
 from megatrain.bodies import Body
 from megatrain.calls import Call, CaptureError, bind_sizes, check_written, difference, mode_key, module_key
@@ -97,7 +98,6 @@ class Compiled:
         """The last schedule run, by kind; see `ran`."""
         self.warned: set[str] = set()
         self.keeper = 0
-        self.workspace = 0
         self.lock = threading.RLock()
         self.updates = Updates(self.runtime)
         this, root = weakref.ref(self), weakref.ref(model)
@@ -190,12 +190,12 @@ class Compiled:
         """(planes that may live on the device, bytes of the optimizer's state of each): those that the program uses and
         whose trained parameters an optimizer with update="auto" holds."""
         keeper = self.updates.keeper() if self.updates.keeper else None
-        if keeper is None or not self.budget or self.updates.rule:
+        if keeper is None or not self.budget or self.updates.rule or not devices.able(self.device):
             return (), {}
         if self.resident is None or self.keeper != id(keeper):
             self.runtime.lanes.finish()
             self.runtime.evict()
-            self.keeper, self.workspace = id(keeper), keeper.workspace()
+            self.keeper = id(keeper)
             used = {p for layer in program.layers for p in layer.planes}
             with quiet():
                 trained = {
@@ -234,8 +234,6 @@ class Compiled:
         """Stats of the last step."""
         found = self.schedules.get("train") or self.schedules.get("eval") or Schedule()
         planned = peak(found)
-        if self.runtime.residents:  # updates run between backward and forward
-            planned = max(planned, sum(found.slot_bytes.values()) + self.workspace)
         if self.device.type == "cuda":
             measured = torch.cuda.max_memory_allocated(self.device)
         else:
@@ -351,7 +349,6 @@ class Compiled:
         if form not in made.planned:
             program = sized(made.program, call, sizes, extra)
             program = program.replace(update=self.updates.rule, candidates=candidates, state_bytes=state_bytes)
-            program = program.replace(update_workspace=self.workspace if candidates else 0)
             planned = run(program, before, self.observing)
             if candidates != planned.plan.resident:  # from now on there are fewer candidates
                 self.resident = planned.plan.resident

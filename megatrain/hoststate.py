@@ -17,7 +17,7 @@ from megatrain.deferred import Home
 Array = np.ndarray[Any, Any]
 Group = dict[str, Any]
 Numbers = dict[Any, Any]
-"""A rule's constants by (group, step, factor), and by these and a device as that wants them."""
+"""A rule's constants by (group, step, factor)."""
 
 
 @dataclass(eq=False)

@@ -92,10 +92,6 @@ class Keeping:
         with quiet():
             return self.state_layout(updates, plane).bytes
 
-    def workspace(self) -> int:
-        """Device bytes that the largest parameter's update takes."""
-        return device.TEMPORARY * min(device.CHUNK, max((p.numel() for p in self.held), default=0))
-
     def pull_state(self, updates: Updates, plane: str) -> None:
         """Gives the host the state of a plane that lives on the device."""
         resident = updates.runtime.residents[plane]
@@ -137,10 +133,7 @@ class Keeping:
             work.copies.append((gradient, grad.detach()))
         work.parameters.append(p)
         constants = self.constants(group, step, factor, numbers)
-        key = (id(group), step, float(factor), weight.device)
-        if key not in numbers:
-            numbers[key] = device.constants_on(weight.device, constants)
         flats = [t.as_strided((t.numel(),), (1,)) for t in (weight, gradient, *moments)]
         rest = None if remainder is None else remainder.as_strided((remainder.numel(),), (1,))
-        call = (self.kernel(group).__name__, flats[0], rest, flats[1], flats[2:], numbers[key])
+        call = (self.kernel(group).__name__, flats[0], rest, flats[1], flats[2:], constants)
         work.calls.append((device.update, call))

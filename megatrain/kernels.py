@@ -7,11 +7,12 @@ even would not fit 16 bits); a NaN is the canonical one.  bf16 comes as uint16 a
 Every element is computed by itself, in IEEE fp32 operations in the order that is written here (no fastmath), so results
 do not depend on the number of threads.  `c` holds a rule's numbers, worked out in double precision by the caller, and
 last the factor that gradients are multiplied by first.  Only one thread may be inside numba's default threading layer
-at a time: these run on the host lane.
+at a time: `call` lets one in.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,15 @@ from numba.extending import overload
 ONE = np.float32(1)
 BLOCK = 1 << 13
 """Elements that `squares` adds up in one go; a fixed number, so that sums do not depend on the number of threads."""
+
+
+TURN = threading.Lock()
+
+
+def call(kernel: Any, *arrays: Any) -> Any:
+    """What a kernel returns; one at a time."""
+    with TURN:
+        return kernel(*arrays)
 
 
 def wide(x: Any) -> Any:

@@ -184,8 +184,6 @@ class Program:
     """Host planes that may live on the device, the first ones first."""
     state_bytes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     """Bytes of the optimizer's state of each candidate."""
-    update_workspace: int = 0
-    """Device bytes that updates of resident planes need beside their slots."""
     extra: bool = False
     """Another forward is outstanding: this one may leave nothing but its shared values on the device."""
 

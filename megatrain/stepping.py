@@ -214,9 +214,8 @@ class HostOptimizer(Keeping, torch.optim.Optimizer):
         step, zeroed = self.begun(p, held, foreign)
         work.zeroed += zeroed
         work.parameters.append(p)
-        work.calls.append(
-            (self.kernel(group), (*self.arrays(p, held, grad), self.constants(group, step, factor, numbers)))
-        )
+        arrays = self.arrays(p, held, grad)
+        work.calls.append((kernels.call, (self.kernel(group), *arrays, self.constants(group, step, factor, numbers))))
 
     def constants(self, group: Group, step: int, factor: np.float32, known: Numbers) -> Array:
         """The kernel's constants; `known` keeps those of a step."""

@@ -51,9 +51,7 @@ class Plan(Pass):
             keeps = frozenset(layers[count - keep :]) | once
             plan = Residency(slots, keeps, frozenset(layers[:spill]), resident=resident)
             made = program.replace(plan=plan)
-            schedule = emitted(made)[0]
-            updating = sum(schedule.slot_bytes.values()) + program.update_workspace if resident else 0
-            return made.replace(plan=replace(plan, peak=max(peak(schedule), updating)))
+            return made.replace(plan=replace(plan, peak=peak(emitted(made)[0])))
 
         def settled(made: Program) -> Program:
             """With as many planes resident as fit beside it."""
