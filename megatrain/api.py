@@ -12,10 +12,11 @@ from torch import nn
 
 from megatrain import settings
 from megatrain.compiled import Compiled, Stats
-from megatrain.lanes import StreamLanes, ThreadLanes
+from megatrain.lanes import ThreadLanes
 from megatrain.passes import DEFAULT
 from megatrain.pipeline import Pass, pipeline
 from megatrain.schedule import Schedule
+from megatrain.streams import StreamLanes
 
 STATE = "_megatrain"
 BACKENDS = ("eager",)
@@ -31,6 +32,7 @@ def compile(
     *,
     device: str | torch.device | None = None,
     memory: str | int | None = None,
+    host_memory: str | int | None = None,
     backend: str | None = None,
     passes: Sequence[Pass | str | Callable[..., Any]] | None = None,
     example: Any = None,
@@ -40,7 +42,8 @@ def compile(
     Parameters move, in place, into flat host planes at once; graphs are captured at the first call, or from
     `example`: a tuple of positional or a dict of keyword arguments, never computed with.  `device` is where the
     schedules run: "cuda" (the default where there is one) or "cpu".  `memory` caps the device bytes ("24GiB");
-    without it, it is what is free on a CUDA device less a margin, and no limit on the CPU.  `passes` is the whole
+    without it, it is what is free on a CUDA device less a margin, and no limit on the CPU.  `host_memory` caps the host
+    bytes of weights, gradients and optimizer state; without it, it is what the machine has.  `passes` is the whole
     pipeline, `megatrain.DEFAULT_PASSES` unless given; a plain `fn(GraphModule) -> GraphModule` in it is run on the
     captured graph.  `backend="eager"` runs templates with PyTorch's own kernels: the same bits as eager.
 
@@ -54,7 +57,8 @@ def compile(
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"megatrain.compile takes a torch.nn.Module, not {type(model).__name__}")
     made = pipeline(DEFAULT if passes is None else passes)
-    options = (str(target), budget, backend or BACKENDS[0], tuple(map(str, made)))
+    host = settings.parse_bytes(host_memory, "host_memory")
+    options = (str(target), budget, host, backend or BACKENDS[0], tuple(map(str, made)))
     state = model.__dict__.get(STATE)
     if isinstance(state, Compiled):
         if state.options == options:
@@ -67,8 +71,11 @@ def compile(
     if memory is None and target.type == "cuda":
         unused = torch.cuda.memory_reserved(target) - torch.cuda.memory_allocated(target)
         budget = int((torch.cuda.mem_get_info(target)[0] + unused) * SHARE)
+    size = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+    if host and size > host:
+        raise ValueError(f"host_memory={host_memory!r} is too small: the model alone takes {size / 2**30:.1f} GiB")
     lanes = StreamLanes(target) if target.type == "cuda" else ThreadLanes()
-    compiled = Compiled(model, forward, target, budget, made, lanes, options)
+    compiled = Compiled(model, forward, target, budget, host, made, lanes, options)
     model.__dict__[STATE] = compiled
     model.__dict__["forward"] = MethodType(_forward_like(forward), model)
     model.__dict__["_apply"] = MethodType(_apply, model)

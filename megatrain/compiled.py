@@ -16,7 +16,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from megatrain import device as devices
 from megatrain import settings
 from megatrain.bodies import Body
 from megatrain.calls import Call, CaptureError, bind_sizes, check_written, difference, mode_key, module_key
@@ -39,6 +38,7 @@ from megatrain.offline import (
 from megatrain.pipeline import Pass, run, split
 from megatrain.planes import layer_of, planes_of
 from megatrain.program import Program
+from megatrain.rooms import Rooms
 from megatrain.runtime import Runtime
 from megatrain.schedule import Schedule
 from megatrain.step import Running, Step
@@ -82,6 +82,7 @@ class Compiled:
         forward: Callable[..., Any],
         device: torch.device,
         budget: int,
+        host_memory: int,
         passes: Sequence[Pass],
         lanes: Lanes,
         options: tuple[Any, ...],
@@ -89,6 +90,8 @@ class Compiled:
         self.forward = forward
         self.signature = inspect.signature(forward)
         self.device, self.budget, self.options = device, budget, options
+        self.host_memory = host_memory
+        """Host bytes that the model and its optimizers may take; 0: what there is."""
         self.first, self.rest = split(passes)
         self.runtime = Runtime(device, lanes, pin=device.type == "cuda")
         self.runtime.measure = settings.verify_level() == 2
@@ -97,11 +100,12 @@ class Compiled:
         self.schedules: dict[str, Schedule] = {}
         """The last schedule run, by kind; see `ran`."""
         self.warned: set[str] = set()
-        self.keeper = 0
+        self.rooms = Rooms(self)
         self.lock = threading.RLock()
         self.updates = Updates(self.runtime)
         this, root = weakref.ref(self), weakref.ref(model)
         self.updates.check = lambda: (c := this()) and (m := root()) and c.checked(m)
+        self.updates.host_room = lambda: c.rooms.host() if (c := this()) else 0
         forget = weakref.ref(self.updates)
         os.register_at_fork(before=lambda: (u := forget()) and u.settle_all())
         self.adopted(model)
@@ -131,8 +135,7 @@ class Compiled:
                 if isinstance(t := self.tensors[name], nn.Parameter):
                     HOMES[t] = Home(weakref.ref(self.updates), plane, name)
         self.captures.clear()
-        self.resident: tuple[str, ...] | None = None
-        """Planes that live on the device; None while nothing is decided."""
+        self.rooms.resident = None
 
     # -- one call ---------------------------------------------------------------------------------------------------
 
@@ -185,25 +188,6 @@ class Compiled:
                 results = step.forward()
         structure = made.capture.structure
         return structure.rebuild(list(results), call.tensors, self.tensors, sizes)
-
-    def candidates(self, program: Program) -> tuple[tuple[str, ...], dict[str, int]]:
-        """(planes that may live on the device, bytes of the optimizer's state of each): those that the program uses and
-        whose trained parameters an optimizer with update="auto" holds."""
-        keeper = self.updates.keeper() if self.updates.keeper else None
-        if keeper is None or not self.budget or self.updates.rule or not devices.able(self.device):
-            return (), {}
-        if self.resident is None or self.keeper != id(keeper):
-            self.runtime.lanes.finish()
-            self.runtime.evict()
-            self.keeper = id(keeper)
-            used = {p for layer in program.layers for p in layer.planes}
-            with quiet():
-                trained = {
-                    plane: [t for n in names if isinstance(t := self.tensors[n], nn.Parameter) and t.requires_grad]
-                    for plane, names in self.planes.items()
-                }
-            self.resident = tuple(p for p, ts in trained.items() if p in used and ts and all(map(keeper.holds, ts)))
-        return self.resident, {p: keeper.state_bytes(self.updates, p) for p in self.resident}
 
     def refresh(self, executable: Executable, program: Program) -> None:
         """What was written on the host of what the program reads goes to the planes that live on the device."""
@@ -340,18 +324,20 @@ class Compiled:
         gradients than every one that could be (`wanted`) is emitted from the same plan."""
         shapes = tuple(arguments_of(made.program, call).items())
         flags = tuple(t.requires_grad for t in call.tensors.values())
-        candidates, state_bytes = self.candidates(made.program)
-        form = (shapes, flags, extra, self.updates.rule, candidates, tuple(state_bytes.values()))
+        candidates, state_bytes = self.rooms.candidates(made.program)
+        room = self.rooms.gradients()
+        form = (shapes, flags, extra, self.updates.rule, room, candidates, tuple(state_bytes.values()))
         if (form, wanted) in made.executables:
             return made.executables[form, wanted]
         before = [p for p in self.rest if p.needs not in ("planned", "scheduled")]
         after = self.rest[len(before) :]
         if form not in made.planned:
             program = sized(made.program, call, sizes, extra)
-            program = program.replace(update=self.updates.rule, candidates=candidates, state_bytes=state_bytes)
+            program = program.replace(update=self.updates.rule, gradient_room=room)
+            program = program.replace(candidates=candidates, state_bytes=state_bytes)
             planned = run(program, before, self.observing)
             if candidates != planned.plan.resident:  # from now on there are fewer candidates
-                self.resident = planned.plan.resident
+                self.rooms.resident = planned.plan.resident
                 return self.executable(made, call, sizes, extra, wanted)
             made.planned[form] = planned
         program = run(made.planned[form].replace(wanted=wanted), after, self.observing)

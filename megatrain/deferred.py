@@ -78,6 +78,10 @@ class Stepper(Protocol):
         """A backward begins: options that change from now on, and what is written from now on, are the next one's."""
         ...
 
+    def bytes(self) -> int:
+        """Host bytes of its state."""
+        ...
+
     def written(self, p: nn.Parameter) -> None:
         """The parameter is being updated: it counts as written from now on."""
         ...
@@ -114,6 +118,8 @@ class Updates:
         runtime.evicting = self.evict
         self.check: Callable[[], None] = lambda: None
         """Lays planes out again if a parameter was replaced or given other memory."""
+        self.host_room: Callable[[], int] = lambda: 0
+        """Host bytes that are free."""
         self.unstepped = False
         """A backward has updated parameters, and its optimizer's `step()` has not been called yet."""
         self.broken = False

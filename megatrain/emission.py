@@ -233,6 +233,7 @@ def _backward(e: _Emitter, spilled: dict[str, str]) -> tuple[tuple[Op, ...], tup
         assert isinstance(t, TensorType)
         grads.append(Value(name, t))
     ops: list[Op] = []
+    late: dict[str, Op] = {}
     summed: dict[str, str] = {}
     width = max([1, *Counter(p.rpartition(".")[0] for p in spilled.values()).values()])
     left = Counter(users)
@@ -285,13 +286,14 @@ def _backward(e: _Emitter, spilled: dict[str, str]) -> tuple[tuple[Op, ...], tup
                 home = f"h{program.plan.resident.index(p)}"
                 leaving.append(Op(_label("acc", layer.label + suffix), "compute", (slot, home), (home,), "gradients"))
             elif not left[p]:
-                plane = f"{p.removesuffix('.w')}.dw"
-                if program.update:
-                    plane = f"ring.{e.turn['ring'] % RING}.g" if p == ring else "ring.own.g"
-                    e.turn["ring"] += p == ring
+                plane = _landing(e, p, p == ring)
                 leaving.append(Op(_label("grad", layer.label + suffix), "offload", (slot,), (plane,)))
                 if program.update:
-                    leaving.append(Op(_label("upd", layer.label + suffix), "update", (plane,), (p,), program.update))
+                    update = Op(_label("upd", layer.label + suffix), "update", (plane,), (p,), program.update)
+                    if p in program.plan.deferred:
+                        late[p] = update
+                    else:
+                        leaving.append(update)
         inputs: list[Type] = ([d.kept] if keep else []) + list(d.reads)
         state = not keep and _random(program, layer)
         types = [d.writes[i] for i in graded] + [d.reads[i] for i in adds]
@@ -314,8 +316,24 @@ def _backward(e: _Emitter, spilled: dict[str, str]) -> tuple[tuple[Op, ...], tup
         reads += ([f"rng_{layer.label}"] if state else []) + upstream + before + old
         ops.append(Op(_label("bwd", layer.label), "compute", tuple(reads), tuple(results + gslots), call))
         ops += leaving
+    ops += [late[p] for p in used_planes(program) if p in late]
     wanted = [i.name for i in program.inputs if i.kind == "input" and i.name in program.needs and i.name in have]
     return tuple(ops), tuple(grads), tuple(have[n] for n in wanted)
+
+
+def _landing(e: _Emitter, plane: str, layers: bool) -> str:
+    """The host buffer that the gradients of a plane (of a numbered layer, or not) go to."""
+    if not e.program.update:
+        return f"{plane.removesuffix('.w')}.dw"
+    if plane in e.program.plan.deferred:
+        return f"ring.{RING + e.program.plan.deferred.index(plane)}.g"
+    e.turn["ring"] += layers
+    return f"ring.{(e.turn['ring'] - 1) % RING}.g" if layers else "ring.own.g"
+
+
+def used_planes(program: Program) -> list[str]:
+    """The planes that the layers use, in the order in which the forward does."""
+    return list(dict.fromkeys(p for layer in program.layers for p in layer.planes))
 
 
 def _given(program: Program) -> list[str]:

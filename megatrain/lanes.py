@@ -1,7 +1,7 @@
 """Lanes: where ops run.  Each lane runs its ops in the order of issue; between lanes only tickets give an order.
 
-`ThreadLanes` (a thread a lane: the CPU as the device), `StreamLanes` (CUDA streams, and a thread for the host lane) and
-`InlineLanes` (at once, in the caller) do the same things, those of the protocol `Lanes`.  One thread issues at a time.
+`ThreadLanes` (a thread a lane: the CPU as the device), `InlineLanes` (at once, in the caller) and `streams.StreamLanes`
+(CUDA) do the same things, those of the protocol `Lanes`.  One thread issues at a time.
 """
 
 from __future__ import annotations
@@ -21,9 +21,6 @@ from megatrain.schedule import LANES
 ALL = tuple(LANES.values())
 """The lanes: h2d, compute, d2h, host."""
 
-CYCLES_A_SECOND = 1.5e9
-"""Roughly the GPU clock, for injected delays."""
-
 Describe = Callable[[str], str]
 """Label -> the line to quote when that op fails."""
 
@@ -37,18 +34,31 @@ Span = tuple[str, str, float, float]
 class Ticket:
     """The promise that one op completes, or is skipped after a failure.  It stays valid for ever."""
 
-    __slots__ = ("_pid", "done", "label", "lane")
+    __slots__ = ("_pid", "done", "issued", "label", "lane")
 
     def __init__(self, lane: str, label: str, done: threading.Event | torch.cuda.Event | None = None) -> None:
         """`done`: what tells of the end of the op; None if it has ended."""
         self.lane = lane
         self.label = label
         self.done = done
+        self.issued: threading.Event | None = None
+        """What tells that `done` is there, for an op that another thread issues."""
         self._pid = os.getpid()
+
+    @property
+    def blocked(self) -> bool:
+        """Whether nothing can be made to wait for the op but a thread."""
+        if self.issued is not None:
+            return not self.issued.is_set()
+        return isinstance(self.done, threading.Event) and not self.done.is_set()
 
     def wait(self) -> None:
         """Block the calling thread until the op has ended.  A forked child does not wait for ops of its parent."""
-        if self.done is None or self._pid != os.getpid():
+        if self._pid != os.getpid():
+            return
+        if self.issued is not None:
+            wait_for(self.issued)
+        if self.done is None:
             return
         if isinstance(self.done, threading.Event):
             wait_for(self.done)
@@ -283,115 +293,3 @@ class ThreadLanes:
         crew.fault.record(Interrupted("a step was interrupted twice; part of its work was skipped"), "")
         crew.drain(ALL)
         crew.fault.clear()
-
-
-class StreamLanes:
-    """CUDA: two streams of its own for the copies; compute is the stream that is current at `begin`; the host lane is a
-    thread.  Issuing is asynchronous, by one thread, so an event has been recorded when another op is made to wait for
-    it.  A wait of another lane's op for the host lane blocks the issuing thread until the host has got there (an event
-    cannot be waited for before it is recorded)."""
-
-    def __init__(
-        self,
-        device: torch.device | str,
-        *,
-        describe: Describe = str,
-        delay: Delay | None = None,
-        trace: list[Span] | None = None,
-    ) -> None:
-        self.describe, self.delay, self.trace = describe, delay, trace
-        self.device = torch.device(device)
-        self._host = ThreadLanes()
-        self._streams = {
-            "h2d": torch.cuda.Stream(self.device),
-            "compute": torch.cuda.current_stream(self.device),
-            "d2h": torch.cuda.Stream(self.device),
-        }
-        self._last: dict[str, torch.cuda.Event] = {}
-        self._clock: tuple[torch.cuda.Event, float] | None = None
-        self._spans: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = []
-
-    def begin(self) -> None:
-        """Take the current stream for compute.  If that is another one than before, it waits for what the compute lane
-        has to do."""
-        stream = torch.cuda.current_stream(self.device)
-        if stream != self._streams["compute"] and "compute" in self._last:
-            stream.wait_event(self._last["compute"])
-        self._streams["compute"] = stream
-
-    def issue(
-        self, lane: str, label: str, work: Callable[[], object], waits: Sequence[Ticket] = (), always: bool = False
-    ) -> Ticket:
-        if lane == "host":
-            self._host.delay, self._host.trace = self.delay, self.trace
-            return self._host.issue(lane, label, work, waits, always)
-        stream = self._streams[lane]
-        for ticket in waits:
-            if isinstance(ticket.done, torch.cuda.Event):
-                stream.wait_event(ticket.done)
-            else:
-                ticket.wait()
-        if self._host.fault and not always:
-            return Ticket(lane, label)
-        end = torch.cuda.Event(enable_timing=self.trace is not None, blocking=True)
-        with torch.cuda.stream(stream):
-            self._mark_start(lane, label, end)
-            try:
-                if self.delay is not None:
-                    torch.cuda._sleep(int(self.delay(label) * CYCLES_A_SECOND))
-                work()
-            except Exception as error:
-                self._host.fault.record(error, label)
-            end.record(stream)
-        self._last[lane] = end
-        return Ticket(lane, label, end)
-
-    def finish(self, lanes: Iterable[str] = ALL) -> None:
-        try:
-            self._drain(lanes)
-            if self._host.fault:
-                self._drain(ALL)
-        except BaseException:
-            self.cancel()
-            raise
-        self._resolve_spans()
-        self._host.fault.throw(self.describe)
-
-    def cancel(self) -> None:
-        self._host.cancel()
-        for stream in self._streams.values():  # an interrupted issue may have left work after the last event
-            stream.synchronize()
-
-    def _drain(self, lanes: Iterable[str]) -> None:
-        for lane in lanes:
-            if lane in self._last:
-                self._last[lane].synchronize()
-            if lane == "host":
-                self._host.crew.drain((lane,))
-
-    def _mark_start(self, lane: str, label: str, end: torch.cuda.Event) -> None:
-        """When tracing: record where an op starts on the current stream, and, once, what the host's clock says then."""
-        if self.trace is None:
-            return
-        if self._clock is None:
-            torch.cuda.synchronize(self.device)
-            zero = torch.cuda.Event(enable_timing=True)
-            zero.record()
-            zero.synchronize()
-            self._clock = (zero, time.perf_counter())
-        start = torch.cuda.Event(enable_timing=True)
-        start.record()
-        self._spans.append((label, lane, start, end))
-
-    def _resolve_spans(self) -> None:
-        """Give `trace` the spans of the ops that have ended, and keep the others for a later `finish`."""
-        if self._clock is None or self.trace is None:
-            return
-        zero, at = self._clock
-        spans, self._spans = self._spans, []
-        for label, lane, start, end in spans:
-            if end.query():
-                seconds = [at + zero.elapsed_time(event) / 1e3 for event in (start, end)]
-                self.trace.append((label, lane, seconds[0], seconds[1]))
-            else:
-                self._spans.append((label, lane, start, end))

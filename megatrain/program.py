@@ -131,6 +131,8 @@ class Plan:
     peak: int = 0
     resident: tuple[str, ...] = ()
     """Host planes that live on the device: weights, gradients and optimizer state."""
+    deferred: tuple[str, ...] = ()
+    """Host planes whose update in the backward half waits for its end, gradients in a buffer of their own."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,8 @@ class Program:
     schedule: Schedule = field(default_factory=Schedule)
     update: str = ""
     """The rule of updates in the backward half (`adamw`), for which gradients wait in a ring; empty: there are none."""
+    gradient_room: int = 0
+    """Host bytes for gradients whose update waits until the backward has ended."""
     candidates: tuple[str, ...] = ()
     """Host planes that may live on the device, the first ones first."""
     state_bytes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))

@@ -29,16 +29,16 @@ def verify_level() -> int:
     return int(value)
 
 
-def parse_bytes(value: str | int | None) -> int:
+def parse_bytes(value: str | int | None, name: str = "memory") -> int:
     """Bytes from `"24GiB"`, `"500 MB"` or a number; 0 for None (no limit).  Raises ValueError on anything else."""
     if value is None:
         return 0
     if isinstance(value, int):
         if value <= 0:
-            raise ValueError(f"memory={value}: a byte count must be positive; leave it out for no limit")
+            raise ValueError(f"{name}={value}: a byte count must be positive; leave it out for no limit")
         return value
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
     unit = found and (found[2] or "B").upper()
     if not found or unit not in UNITS or not float(found[1]):
-        raise ValueError(f"memory={value!r} is not a size: write it as '24GiB', '500MiB' or a number of bytes")
+        raise ValueError(f"{name}={value!r} is not a size: write it as '24GiB', '500MiB' or a number of bytes")
     return int(float(found[1]) * UNITS[unit])  # type: ignore[index]

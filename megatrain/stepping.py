@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megatrain import kernels
 from megatrain.clip import clip_factor, total_norm
 from megatrain.deferred import HOMES, Home, Land, Updates, quiet
-from megatrain.host import HostBuffer, Layout, Spec, available, dense_stride, flat, layout_of
+from megatrain.host import HostBuffer, Layout, Spec, dense_stride, flat, layout_of
 from megatrain.hoststate import Array, Group, Held, Numbers, State, Work, alias
 from megatrain.keeping import Keeping
 
@@ -127,13 +127,7 @@ class HostOptimizer(Keeping, torch.optim.Optimizer):
                 home = self.home(p)
                 planes.setdefault((id(home.updates()), home.plane), []).append(p)
         every = [p for ps in planes.values() for p in ps]
-        need = sum(p.numel() * (4 * len(self.moments) + 2 * (p.dtype == torch.bfloat16)) for p in every)
-        if need > (free := available()):
-            raise ValueError(
-                f"megatrain.{type(self).__name__} needs {need / 2**30:.1f} GiB of host memory for its state "
-                f"({', '.join([f'fp32 {m}' for m in self.moments] + ['the rest of the fp32 master'])}), and "
-                f"{free / 2**30:.1f} GiB are free: use a smaller model, or an optimizer with less state (SGD, Lion)"
-            )
+        self.fits(every)
         for kind in {p.dtype for p in every}:
             kernels.ready(*(self.kernel(g) for g in self.param_groups), halves=kind == torch.bfloat16)
         for ps in planes.values():
@@ -146,6 +140,28 @@ class HostOptimizer(Keeping, torch.optim.Optimizer):
                     if (updates := home.updates()) is not None:
                         self.planes.setdefault((updates, home.plane), []).append(p)
                     self.held[p] = Held(home, [m[i] for m in moments], remainders.get(p), p._version)
+
+    def fits(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Raises ValueError where the host has not the memory for what these parameters need."""
+        with quiet():
+            homes = [home for p in parameters if (home := HOMES.get(p))]
+            grads = sum(p.numel() * p.element_size() for p in parameters) if self.update == "host" else 0
+        state = self.bytes(parameters)
+        free = min([u.host_room() for u in {home.updates() for home in homes} if u], default=state)
+        if state + grads > free:
+            what = ", ".join([f"fp32 {m}" for m in self.moments] + ["the rest of the fp32 master"])
+            what = f"{state / 2**30:.1f} for {what}" + (f", {grads / 2**30:.1f} for gradients" if grads else "")
+            raise ValueError(
+                f"megatrain.{type(self).__name__} needs {(state + grads) / 2**30:.1f} GiB of host memory ({what}), and "
+                f"{free / 2**30:.1f} GiB are free\nuse a smaller model, an optimizer with less state (SGD, Lion), or "
+                "update='in-backward', which keeps few gradients"
+            )
+
+    def bytes(self, parameters: Iterable[nn.Parameter] | None = None) -> int:
+        """Host bytes of the state of these parameters; of all that have one unless given."""
+        with quiet():
+            every = self.held if parameters is None else parameters
+            return sum(p.numel() * (4 * len(self.moments) + 2 * (p.dtype == torch.bfloat16)) for p in every)
 
     def plane(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> list[Tensor]:
         """Zeros like each of the parameters, of another dtype, in one buffer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megatrain.emission import emitted
+from megatrain.emission import emitted, used_planes
 from megatrain.liveness import peak
 from megatrain.pipeline import Pass
 from megatrain.program import Plan as Residency
@@ -47,9 +47,11 @@ class Plan(Pass):
         count = len(layers)
         once = frozenset(layer.name for layer in program.layers if program.template(layer.template).once)
 
+        later = deferred(program)
+
         def tried(slots: int, keep: int, spill: int, resident: tuple[str, ...] = ()) -> Program:
             keeps = frozenset(layers[count - keep :]) | once
-            plan = Residency(slots, keeps, frozenset(layers[:spill]), resident=resident)
+            plan = Residency(slots, keeps, frozenset(layers[:spill]), resident=resident, deferred=later)
             made = program.replace(plan=plan)
             return made.replace(plan=replace(plan, peak=peak(emitted(made)[0])))
 
@@ -93,6 +95,25 @@ class Plan(Pass):
             f"compile with memory='{_rounded_up(least.peak)}' or more, or make the batch smaller",
             least.peak,
         )
+
+
+def deferred(program: Program) -> tuple[str, ...]:
+    """Planes whose update waits until the backward has ended: every second one, for as many as there is host memory to
+    keep their gradients in.
+
+    An update takes the host longer than a backward of few tokens takes the device.  With all updates in the order of
+    the backward the next forward would wait for the last of them, its own first layer's.  This way half of the updates
+    run beside the backward, and the others, first layer first, just ahead of the forward."""
+    if not program.update:
+        return ()
+    found: list[str] = []
+    room = program.gradient_room
+    for plane in used_planes(program)[::2]:
+        size = program.grad_bytes[plane]
+        if size and size <= room:
+            found.append(plane)
+            room -= size
+    return tuple(found)
 
 
 def _most(count: int, fits: Callable[[int], bool]) -> int:

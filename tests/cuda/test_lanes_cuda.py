@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatrain.host import PAGE, HostBuffer
-from megatrain.lanes import StreamLanes
+from megatrain.streams import StreamLanes
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

@@ -58,9 +58,7 @@ def test_in_the_backward_as_after_it() -> None:
 def test_on_the_device_as_on_the_host() -> None:
     (a, one), (b, two) = trained(0, update="host"), trained(0)
     assert len(two.__dict__["_megatrain"].runtime.residents) == 7
-    assert a[0] == b[0] and max(abs(x - y) for x, y in zip(a, b, strict=True)) < 0.05
-    for p, q in zip(one.parameters(), two.parameters(), strict=True):
-        torch.testing.assert_close(p.detach(), q.detach(), rtol=0.02, atol=0.02)
+    assert a == b and all(same(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
 
 
 def test_norms_are_torchs() -> None:

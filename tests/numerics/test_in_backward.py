@@ -42,7 +42,7 @@ def test_the_same_bits_as_after_the_backward(dtype: torch.dtype) -> None:
 
 
 def test_the_schedule_shows_them() -> None:
-    model = compiled(depth=4)
+    model = compiled(depth=4, host_memory="54KiB")
     opt = adamw(model, update="in-backward")
     stepped(model, opt)
     s = megatrain.schedule(model)
@@ -52,6 +52,21 @@ def test_the_schedule_shows_them() -> None:
     assert lines == [f"{verb}{n}" for n in (*"3210", "_prologue") for verb in ("grad", "upd")]
     rings = {op.writes[0] for op in s.backward if op.verb == "offload"}
     assert rings == {"ring.0.g", "ring.1.g", "ring.own.g"}
+
+
+def test_every_second_update_waits_where_the_host_has_room() -> None:
+    """In the backward's order those that do not wait, then the others in the order of the next forward."""
+    few, more = compiled(depth=4, host_memory="54KiB"), compiled(depth=4)
+    optimizers = [adamw(m, update="in-backward") for m in (few, more)]
+    for t in range(3):
+        a, b = (stepped(m, o, t) for m, o in zip((few, more), optimizers, strict=True))
+        assert a == b
+    s = megatrain.schedule(more)
+    megatrain.verify(s)
+    assert [op.label for op in s.backward if op.verb == "update"] == ["upd2", "upd0", "upd_prologue", "upd1", "upd3"]
+    rings = [op.writes[0] for op in s.backward if op.verb == "offload"]
+    assert rings == ["ring.4.g", "ring.0.g", "ring.3.g", "ring.1.g", "ring.2.g"]
+    assert all(same(p, q) for p, q in zip(few.parameters(), more.parameters(), strict=True))
 
 
 def test_parameters_without_a_gradient_stay() -> None:

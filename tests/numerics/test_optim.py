@@ -41,9 +41,9 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), ids.flatten())
 
 
-def compiled(dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
+def compiled(dtype: torch.dtype = torch.bfloat16, host_memory: int | str | None = None, **options: Any) -> Any:
     torch.manual_seed(0)
-    return megatrain.compile(Net(**options).to(dtype), device="cpu")
+    return megatrain.compile(Net(**options).to(dtype), device="cpu", host_memory=host_memory)
 
 
 def ids(i: int) -> Tensor:
@@ -451,12 +451,19 @@ def test_what_there_is_not() -> None:
 
 
 def test_a_host_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is needed and for what, before it is taken."""
+    message = (
+        r"^megatrain.AdamW needs 0.0 GiB of host memory \(0.0 for fp32 exp_avg, fp32 exp_avg_sq, the rest of the fp32 "
+        r"master, 0.0 for gradients\), and 0.0 GiB are free"
+    )
+    with pytest.raises(ValueError, match=message):
+        megatrain.AdamW(compiled(host_memory="40KiB").parameters(), update="host")
+    with pytest.raises(ValueError, match=r"^host_memory='1KiB' is too small: the model alone takes 0.0 GiB"):
+        compiled(host_memory="1KiB")
     model = compiled()
-    monkeypatch.setattr("megatrain.stepping.available", lambda: 1000)
-    with pytest.raises(
-        ValueError, match=r"^megatrain.AdamW needs 0.0 GiB of host memory for its state \(fp32 exp_avg, "
-    ):
-        megatrain.AdamW(model.parameters())
+    monkeypatch.setattr("megatrain.rooms.available", lambda: 1000)
+    with pytest.raises(ValueError, match=message):
+        megatrain.AdamW(model.parameters(), update="host")
 
 
 def test_other_optimizers_still_work() -> None:

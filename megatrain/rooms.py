@@ -1,0 +1,70 @@
+"""What room there is for a compiled model and its optimizers: planes that may live on the device, and host memory."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from megatrain import device
+from megatrain.deferred import quiet
+from megatrain.host import available
+from megatrain.program import Program
+
+if TYPE_CHECKING:
+    from megatrain.compiled import Compiled
+
+
+class Rooms:
+    """Remembers what was found for an optimizer, so that every schedule of a model agrees."""
+
+    def __init__(self, compiled: Compiled):
+        self.of = weakref.ref(compiled)
+        self.keeper = 0
+        self.stepper = 0
+        self.waiting = 0
+        self.resident: tuple[str, ...] | None = None
+        """Planes that live on the device; None while nothing is decided."""
+
+    @property
+    def compiled(self) -> Compiled:
+        found = self.of()
+        assert found is not None
+        return found
+
+    def candidates(self, program: Program) -> tuple[tuple[str, ...], dict[str, int]]:
+        """(planes that may live on the device, bytes of the optimizer's state of each): those that the program uses and
+        whose trained parameters an optimizer with update="auto" holds."""
+        c = self.compiled
+        keeper = c.updates.keeper() if c.updates.keeper else None
+        if keeper is None or not c.budget or c.updates.rule or not device.able(c.device):
+            return (), {}
+        if self.resident is None or self.keeper != id(keeper):
+            c.runtime.lanes.finish()
+            c.runtime.evict()
+            self.keeper = id(keeper)
+            used = {p for layer in program.layers for p in layer.planes}
+            with quiet():
+                trained = {
+                    plane: [t for n in names if isinstance(t := c.tensors[n], nn.Parameter) and t.requires_grad]
+                    for plane, names in c.planes.items()
+                }
+            self.resident = tuple(p for p, ts in trained.items() if p in used and ts and all(map(keeper.holds, ts)))
+        return self.resident, {p: keeper.state_bytes(c.updates, p) for p in self.resident}
+
+    def gradients(self) -> int:
+        """Host bytes for gradients of updates in the backward that wait for its end: a half of what is free when the
+        optimizer is first used, its state taken off."""
+        c = self.compiled
+        stepper = c.updates.stepper() if c.updates.stepper else None
+        if stepper is not None and self.stepper != id(stepper):
+            self.stepper = id(stepper)
+            self.waiting = max(0, self.host() - stepper.bytes()) // 2
+        return self.waiting if stepper is not None else 0
+
+    def host(self) -> int:
+        """Host bytes that are free, of those that the model may take."""
+        c = self.compiled
+        held = sum(buffer.bytes for buffer in c.runtime.store.planes.values())
+        return min(available(), c.host_memory - held) if c.host_memory else available()
