@@ -121,7 +121,8 @@ def measured(system: str, args: argparse.Namespace, tokens: list[torch.Tensor]) 
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     else:
         ids = tokens[0][: args.batch]
-        megatrain.compile(model, device=args.device, memory=args.memory, example=dict(input_ids=ids, labels=ids))
+        options = dict(device=args.device, memory=args.memory, host_memory=args.host_memory)
+        megatrain.compile(model, **options, example=dict(input_ids=ids, labels=ids))
         optimizer = megatrain.AdamW(model.parameters(), lr=1e-5, max_grad_norm=args.clip or None, update=args.update)
     row["prepare_s"] = round(time.perf_counter() - start, 1)
     if cuda:
@@ -140,6 +141,8 @@ def measured(system: str, args: argparse.Namespace, tokens: list[torch.Tensor]) 
         losses=[round(x, 4) for x in losses],
     )
     if system != "plain":
+        if args.trace:
+            row["busy_s"] = busy(model, optimizer, tokens, args)
         found = megatrain.stats(model)
         row |= dict(planned_gib=round(found.planned_peak / 2**30, 2), budget_gib=round(found.budget / 2**30, 2))
     del model, optimizer
@@ -147,6 +150,21 @@ def measured(system: str, args: argparse.Namespace, tokens: list[torch.Tensor]) 
     if cuda:
         torch.cuda.empty_cache()
     return row
+
+
+def busy(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tokens: list[torch.Tensor], args: argparse.Namespace
+) -> dict[str, float]:
+    """Seconds a step in which each lane has something to do, over three more steps."""
+    lanes = model.__dict__["_megatrain"].runtime.lanes
+    lanes.trace = trace = []
+    train(model, optimizer, tokens[:3], args)
+    lanes.finish()
+    lanes.trace = None
+    found: dict[str, float] = {}
+    for _, lane, start, end in trace:
+        found[lane] = found.get(lane, 0) + (end - start) / 3
+    return {lane: round(seconds, 3) for lane, seconds in sorted(found.items())}
 
 
 def main() -> None:
@@ -160,6 +178,8 @@ def main() -> None:
     parser.add_argument("--memory", default=None, help="device budget; all that is free unless given")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--host-memory", default=None, help="host bytes for megatrain; all that is free unless given")
+    parser.add_argument("--trace", action="store_true", help="also tell for how long each of megatrain's lanes is busy")
     parser.add_argument("--systems", default="megatrain,plain")
     args = parser.parse_args()
     if args.device == "cuda":

@@ -325,15 +325,15 @@ class Compiled:
         shapes = tuple(arguments_of(made.program, call).items())
         flags = tuple(t.requires_grad for t in call.tensors.values())
         candidates, state_bytes = self.rooms.candidates(made.program)
-        room = self.rooms.gradients()
-        form = (shapes, flags, extra, self.updates.rule, room, candidates, tuple(state_bytes.values()))
+        room, staging = self.rooms.gradients(), self.rooms.staging()
+        form = (shapes, flags, extra, self.updates.rule, room, staging, candidates, tuple(state_bytes.values()))
         if (form, wanted) in made.executables:
             return made.executables[form, wanted]
         before = [p for p in self.rest if p.needs not in ("planned", "scheduled")]
         after = self.rest[len(before) :]
         if form not in made.planned:
             program = sized(made.program, call, sizes, extra)
-            program = program.replace(update=self.updates.rule, gradient_room=room)
+            program = program.replace(update=self.updates.rule, gradient_room=room, staging=staging)
             program = program.replace(candidates=candidates, state_bytes=state_bytes)
             planned = run(program, before, self.observing)
             if candidates != planned.plan.resident:  # from now on there are fewer candidates

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from megatrain.order import place_waits
 from megatrain.program import DTYPES, BodySpec, Layer, Program
-from megatrain.schedule import PAGE, Body, Op, Schedule, Slot, Template, TensorType, Type, Value
+from megatrain.schedule import PAGE, STAGING, Body, Op, Schedule, Slot, Template, TensorType, Type, Value
 
 RING = 2
 """Host buffers that the gradients of layers go through when updates run in the backward; those of other modules have
@@ -37,6 +37,8 @@ def emitted(program: Program) -> tuple[Schedule, dict[str, BodySpec]]:
     """The schedule of a planned program, with exact waits, and what each body name in it stands for."""
     e = _Emitter(program)
     spilled = spilled_values(program)
+    for name in STAGING if program.staging else ():
+        _slot(e, name, "updates", program.staging)
     for i, plane in enumerate(program.plan.resident):
         sizes = {"r": program.plane_bytes[plane], "h": program.grad_bytes[plane], "o": program.state_bytes[plane]}
         for kind, size in sizes.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.deferred import Home
+from megatrain.host import HostBuffer, Spec, dense_stride, layout_of
 
 Array = np.ndarray[Any, Any]
 Group = dict[str, Any]
@@ -85,6 +86,13 @@ class State(defaultdict[Any, Any]):
 
     def __reduce__(self) -> Any:
         return defaultdict, (dict,), None, None, iter(self.items())
+
+
+def state_plane(parameters: Sequence[nn.Parameter], dtype: torch.dtype, pin: bool) -> list[Tensor]:
+    """Zeros like each of the parameters, of another dtype, in one host buffer."""
+    specs: list[Spec] = [(str(i), dtype, tuple(p.shape), dense_stride(p)) for i, p in enumerate(parameters)]
+    layout = layout_of(specs)
+    return HostBuffer(layout.bytes, pin).tensors(layout)
 
 
 def alias(value: Any) -> Any:

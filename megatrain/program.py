@@ -182,6 +182,8 @@ class Program:
     schedule: Schedule = field(default_factory=Schedule)
     update: str = ""
     """The rule of updates in the backward half (`adamw`), for which gradients wait in a ring; empty: there are none."""
+    staging: int = 0
+    """Bytes of each of two slots through which updates of host planes go on the device; 0: none does."""
     gradient_room: int = 0
     """Host bytes for gradients whose update waits until the backward has ended."""
     candidates: tuple[str, ...] = ()

@@ -11,6 +11,7 @@ from megatrain import device
 from megatrain.deferred import quiet
 from megatrain.host import available
 from megatrain.program import Program
+from megatrain.streamed import ELEMENT, MOST
 
 if TYPE_CHECKING:
     from megatrain.compiled import Compiled
@@ -52,6 +53,17 @@ class Rooms:
                 }
             self.resident = tuple(p for p, ts in trained.items() if p in used and ts and all(map(keeper.holds, ts)))
         return self.resident, {p: keeper.state_bytes(c.updates, p) for p in self.resident}
+
+    def staging(self) -> int:
+        """Bytes of each slot through which updates of host planes go on the device: what moves the largest weight in
+        large copies, and little of the budget."""
+        c = self.compiled
+        if not c.updates.sharing:
+            return 0
+        with quiet():
+            most = max((p.numel() for p in c.tensors.values() if isinstance(p, nn.Parameter)), default=0)
+        size = ELEMENT * min(MOST, most)
+        return min(size, c.budget // 16) if c.budget else size
 
     def gradients(self) -> int:
         """Host bytes for gradients of updates in the backward that wait for its end: a half of what is free when the

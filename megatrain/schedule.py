@@ -19,6 +19,12 @@ HALVES = ("forward", "backward", "update")
 PAGE = 4096
 """Bytes; planes and slots are whole pages, so that no two planes share one and each can be registered by itself."""
 
+LASTING = frozenset({"resident", "updates"})
+"""Roles of slots that are in use outside the halves too: what lives on the device, and where updates go through."""
+
+STAGING = ("t0", "t1")
+"""The slots through which updates of host planes go on the device."""
+
 ITEMSIZE = {
     "f64": 8, "f32": 4, "bf16": 2, "f16": 2, "f8e4m3": 1, "f8e5m2": 1, "c64": 8, "c128": 16,
     "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "u16": 2, "u32": 4, "u64": 8, "bool": 1,
@@ -74,7 +80,8 @@ class Op:
 
 @dataclass(frozen=True)
 class Slot:
-    """A device buffer of `bytes` bytes, allocated once.  `role` is weights, gradients, activations or buffers."""
+    """A device buffer of `bytes` bytes, allocated once.  `role` is weights, gradients, activations, resident or
+    updates."""
 
     name: str
     role: str

@@ -10,22 +10,24 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megatrain import kernels
+from megatrain import device, kernels
 from megatrain.clip import clip_factor, total_norm
 from megatrain.deferred import HOMES, Home, Land, Updates, quiet
-from megatrain.host import HostBuffer, Layout, Spec, dense_stride, flat, layout_of
-from megatrain.hoststate import Array, Group, Held, Numbers, State, Work, alias
+from megatrain.host import Layout, flat
+from megatrain.hostbytes import check_room, state_bytes
+from megatrain.hoststate import Array, Group, Held, Numbers, State, Work, alias, state_plane
 from megatrain.keeping import Keeping
+from megatrain.streamed import Sharing
 
 NOTHING: Array = np.empty(0, np.float32)
-UPDATES = ("auto", "host", "in-backward")
+UPDATES = ("auto", "host", "device", "in-backward")
 NO_REMAINDER: Array = np.empty(0, np.int16)
 
 
@@ -54,6 +56,7 @@ class HostOptimizer(Keeping, torch.optim.Optimizer):
         """The parameters that have state, by plane."""
         self.layouts: dict[tuple[Updates, str, int], Layout] = {}
         self.exposed: set[str] = set()
+        self.shared: dict[Updates, Sharing] = {}
         self.building = True
         super().__init__(params, defaults)
         self.building = False
@@ -127,13 +130,15 @@ class HostOptimizer(Keeping, torch.optim.Optimizer):
                 home = self.home(p)
                 planes.setdefault((id(home.updates()), home.plane), []).append(p)
         every = [p for ps in planes.values() for p in ps]
-        self.fits(every)
+        check_room(type(self).__name__, every, self.moments, self.update == "host")
         for kind in {p.dtype for p in every}:
             kernels.ready(*(self.kernel(g) for g in self.param_groups), halves=kind == torch.bfloat16)
         for ps in planes.values():
-            moments = [self.plane(ps, torch.float32) for _ in self.moments]
+            sharing = self.sharing(self.home(ps[0]))
+            pin = sharing is not None and sharing.where.type == "cuda"
+            moments = [state_plane(ps, torch.float32, pin) for _ in self.moments]
             halves = [p for p in ps if p.dtype == torch.bfloat16]
-            remainders = dict(zip(halves, self.plane(halves, torch.int16), strict=True))
+            remainders = dict(zip(halves, state_plane(halves, torch.int16, pin), strict=True))
             for i, p in enumerate(ps):
                 with quiet():
                     home = self.home(p)
@@ -141,33 +146,23 @@ class HostOptimizer(Keeping, torch.optim.Optimizer):
                         self.planes.setdefault((updates, home.plane), []).append(p)
                     self.held[p] = Held(home, [m[i] for m in moments], remainders.get(p), p._version)
 
-    def fits(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Raises ValueError where the host has not the memory for what these parameters need."""
-        with quiet():
-            homes = [home for p in parameters if (home := HOMES.get(p))]
-            grads = sum(p.numel() * p.element_size() for p in parameters) if self.update == "host" else 0
-        state = self.bytes(parameters)
-        free = min([u.host_room() for u in {home.updates() for home in homes} if u], default=state)
-        if state + grads > free:
-            what = ", ".join([f"fp32 {m}" for m in self.moments] + ["the rest of the fp32 master"])
-            what = f"{state / 2**30:.1f} for {what}" + (f", {grads / 2**30:.1f} for gradients" if grads else "")
-            raise ValueError(
-                f"megatrain.{type(self).__name__} needs {(state + grads) / 2**30:.1f} GiB of host memory ({what}), and "
-                f"{free / 2**30:.1f} GiB are free\nuse a smaller model, an optimizer with less state (SGD, Lion), or "
-                "update='in-backward', which keeps few gradients"
-            )
+    def bytes(self) -> int:
+        """Host bytes of its state."""
+        return state_bytes(self.held, self.moments)
 
-    def bytes(self, parameters: Iterable[nn.Parameter] | None = None) -> int:
-        """Host bytes of the state of these parameters; of all that have one unless given."""
-        with quiet():
-            every = self.held if parameters is None else parameters
-            return sum(p.numel() * (4 * len(self.moments) + 2 * (p.dtype == torch.bfloat16)) for p in every)
-
-    def plane(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> list[Tensor]:
-        """Zeros like each of the parameters, of another dtype, in one buffer."""
-        specs: list[Spec] = [(str(i), dtype, tuple(p.shape), dense_stride(p)) for i, p in enumerate(parameters)]
-        layout = layout_of(specs)
-        return HostBuffer(layout.bytes).tensors(layout)
+    def sharing(self, home: Home) -> Sharing | None:
+        """What runs updates of a compiled model's planes on the host and the device together; None where the host alone
+        does."""
+        updates = home.updates()
+        if updates is None or self.update == "host" or not device.able(updates.runtime.device):
+            return None
+        if self.update != "device" and updates.runtime.device.type != "cuda":  # host memory either way
+            return None
+        if updates not in self.shared:
+            fixed = 1.0 if self.update == "device" else None
+            self.shared[updates] = Sharing(updates.runtime.device, updates.runtime.slots, fixed)
+            updates.sharing = True
+        return self.shared[updates]
 
     def owners(self) -> list[Updates]:
         """The compiled models that the parameters belong to."""
@@ -231,7 +226,12 @@ class HostOptimizer(Keeping, torch.optim.Optimizer):
         work.zeroed += zeroed
         work.parameters.append(p)
         arrays = self.arrays(p, held, grad)
-        work.calls.append((kernels.call, (self.kernel(group), *arrays, self.constants(group, step, factor, numbers))))
+        work.calls.append(
+            (
+                self.sharing(held.home) or kernels.call,
+                (self.kernel(group), *arrays, self.constants(group, step, factor, numbers)),
+            )
+        )
 
     def constants(self, group: Group, step: int, factor: np.float32, known: Numbers) -> Array:
         """The kernel's constants; `known` keeps those of a step."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatrain.order import place_waits
 from megatrain.pipeline import Pass
 from megatrain.program import Program
-from megatrain.schedule import Op, Schedule
+from megatrain.schedule import LASTING, Op, Schedule
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Prune(Pass):
         halves = _read(schedule.replace(**halves), random)
         pruned = schedule.replace(**halves)
         touched = {n for op in pruned.ops for n in op.touches}
-        slots = tuple(s for s in schedule.slots if s.name in touched or s.role == "resident")
+        slots = tuple(s for s in schedule.slots if s.name in touched or s.role in LASTING)
         return program.replace(schedule=place_waits(pruned.replace(slots=slots)))
 
 
