@@ -92,7 +92,7 @@ def train(
         optimizer.zero_grad()
         losses.append(float(loss))
     if isinstance(optimizer, HostOptimizer):
-        optimizer.settle()
+        model.__dict__["_megatrain"].runtime.lanes.finish()
     if args.device != "cpu":
         torch.cuda.synchronize()
     ends = [*starts[1:], time.perf_counter()]

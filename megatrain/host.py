@@ -127,9 +127,18 @@ class HostBuffer:
 
     def __init__(self, bytes: int, pin: bool = False) -> None:
         self.bytes = bytes
+        self._unasked = bytes > 0
         self._memory = anonymous_memory(bytes)
         self.flat = torch.from_numpy(self._memory)
-        self.pinned = pin and bytes > 0 and register(self._memory)
+        self.pinned = False
+        if pin:
+            self.pin()
+
+    def pin(self) -> None:
+        """Registers the memory with CUDA, if that has not been done or refused before."""
+        if self._unasked:
+            self._unasked = False
+            self.pinned = register(self._memory)
 
     def lease(self) -> memoryview:
         """A new view of the memory.  Tensors built over it hold it alive, and so does whatever shares their storage

@@ -29,6 +29,8 @@ class Held:
     home: Home
     moments: list[Tensor]
     remainder: Tensor | None
+    buffers: Sequence[HostBuffer]
+    """The memory of its plane's state."""
     version: int
     """The parameter's version when its remainder was last right: a later write by somebody else makes it zero."""
 
@@ -42,8 +44,12 @@ class Work:
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """(to, from) of what is on the host and is needed on the device."""
     parameters: list[nn.Parameter] = field(default_factory=list)
+    pinned: list[HostBuffer] = field(default_factory=list)
+    """Memory that the device is to copy from and to."""
 
     def __call__(self) -> None:
+        for buffer in self.pinned:
+            buffer.pin()
         for t in self.zeroed:
             t.zero_()
         with torch.no_grad():
@@ -88,11 +94,12 @@ class State(defaultdict[Any, Any]):
         return defaultdict, (dict,), None, None, iter(self.items())
 
 
-def state_plane(parameters: Sequence[nn.Parameter], dtype: torch.dtype, pin: bool) -> list[Tensor]:
+def state_plane(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> tuple[HostBuffer, list[Tensor]]:
     """Zeros like each of the parameters, of another dtype, in one host buffer."""
     specs: list[Spec] = [(str(i), dtype, tuple(p.shape), dense_stride(p)) for i, p in enumerate(parameters)]
     layout = layout_of(specs)
-    return HostBuffer(layout.bytes, pin).tensors(layout)
+    buffer = HostBuffer(layout.bytes)
+    return buffer, buffer.tensors(layout)
 
 
 def alias(value: Any) -> Any:

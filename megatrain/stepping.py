@@ -62,6 +62,8 @@ class HostOptimizer(Keeping, torch.optim.Optimizer):
         self.building = False
         self.state = State(self.expose)
         self.hold(p for g in self.param_groups for p in g["params"] if p.requires_grad)
+        for updates in self.owners():  # before a schedule is made
+            self.sharing(updates)
         for updates in self.owners() if update == "in-backward" else ():
             other = updates.stepper() if updates.stepper else None
             if other is not None:
@@ -134,33 +136,32 @@ class HostOptimizer(Keeping, torch.optim.Optimizer):
         for kind in {p.dtype for p in every}:
             kernels.ready(*(self.kernel(g) for g in self.param_groups), halves=kind == torch.bfloat16)
         for ps in planes.values():
-            sharing = self.sharing(self.home(ps[0]))
-            pin = sharing is not None and sharing.where.type == "cuda"
-            moments = [state_plane(ps, torch.float32, pin) for _ in self.moments]
             halves = [p for p in ps if p.dtype == torch.bfloat16]
-            remainders = dict(zip(halves, state_plane(halves, torch.int16, pin), strict=True))
+            whole = [state_plane(ps, torch.float32) for _ in self.moments]
+            rest = state_plane(halves, torch.int16)
+            buffers = [buffer for buffer, _ in (*whole, rest)]
+            remainders = dict(zip(halves, rest[1], strict=True))
             for i, p in enumerate(ps):
                 with quiet():
                     home = self.home(p)
                     if (updates := home.updates()) is not None:
                         self.planes.setdefault((updates, home.plane), []).append(p)
-                    self.held[p] = Held(home, [m[i] for m in moments], remainders.get(p), p._version)
+                    self.held[p] = Held(home, [m[i] for _, m in whole], remainders.get(p), buffers, p._version)
 
     def bytes(self) -> int:
         """Host bytes of its state."""
         return state_bytes(self.held, self.moments)
 
-    def sharing(self, home: Home) -> Sharing | None:
+    def sharing(self, updates: Updates) -> Sharing | None:
         """What runs updates of a compiled model's planes on the host and the device together; None where the host alone
         does."""
-        updates = home.updates()
-        if updates is None or self.update == "host" or not device.able(updates.runtime.device):
+        there = updates.runtime.device
+        if self.update not in ("auto", "device") or not device.able(there):
             return None
-        if self.update != "device" and updates.runtime.device.type != "cuda":  # host memory either way
+        if self.update == "auto" and there.type != "cuda":  # host memory either way
             return None
         if updates not in self.shared:
-            fixed = 1.0 if self.update == "device" else None
-            self.shared[updates] = Sharing(updates.runtime.device, updates.runtime.slots, fixed)
+            self.shared[updates] = Sharing(there, updates.runtime.slots, 1.0 if self.update == "device" else None)
             updates.sharing = True
         return self.shared[updates]
 
@@ -226,12 +227,12 @@ class HostOptimizer(Keeping, torch.optim.Optimizer):
         work.zeroed += zeroed
         work.parameters.append(p)
         arrays = self.arrays(p, held, grad)
-        work.calls.append(
-            (
-                self.sharing(held.home) or kernels.call,
-                (self.kernel(group), *arrays, self.constants(group, step, factor, numbers)),
-            )
-        )
+        updates = held.home.updates()
+        sharing = self.sharing(updates) if updates else None
+        if sharing and sharing.share and sharing.where.type == "cuda":
+            work.pinned += held.buffers
+        constants = self.constants(group, step, factor, numbers)
+        work.calls.append((sharing or kernels.call, (self.kernel(group), *arrays, constants)))
 
     def constants(self, group: Group, step: int, factor: np.float32, known: Numbers) -> Array:
         """The kernel's constants; `known` keeps those of a step."""

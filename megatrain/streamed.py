@@ -4,6 +4,9 @@ The elements of a weight are split: the host's kernel updates the first, the res
 device, chunk by chunk: weights, gradients and state in, the same kernel there, weights and state back, each in a stream
 of its own.  Both have the same bits, so that the split, which follows the rates measured while training, changes no
 result.
+
+Both read and write the same memory: where the cores alone take all that it gives, sharing gains nothing.  So the first
+updates are the host's, the next ones are shared, and what was faster stays.
 """
 
 from __future__ import annotations
@@ -34,14 +37,22 @@ Arrays = tuple[Array, ...]
 """Weight, remainder, gradient and two moments; empty where a rule has none."""
 
 
+TRIALS = 6
+"""Updates of large weights by the host alone, and then as many shared, before one of the two is chosen."""
+
+GAIN = 1.1
+"""What sharing must gain to be worth the link."""
+
+
 class Sharing:
     """Runs updates on host and device at once.  `share` is the part of the elements that goes to the device: `fixed`,
-    or with None what the rates of both so far say."""
+    or with None what the rates measured so far say."""
 
     def __init__(self, where: torch.device, slots: Mapping[str, Tensor], fixed: float | None):
         self.where, self.slots, self.fixed = where, slots, fixed
-        self.rates = {"host": 0.0, "device": 0.0}
-        """Elements a second, averaged."""
+        self.rates = {"host": 0.0, "device": 0.0, "alone": 0.0, "together": 0.0}
+        """Elements a second, averaged: of each of the two while they share, of the host alone, of both."""
+        self.tried = 0
         streams = 3 if where.type == "cuda" else 0
         self.streams: list[Any] = [torch.cuda.Stream(where) for _ in range(streams)]
 
@@ -49,9 +60,12 @@ class Sharing:
     def share(self) -> float:
         if self.fixed is not None:
             return self.fixed
-        if not all(self.rates.values()):
-            return 0.4
-        return self.rates["device"] / sum(self.rates.values())
+        if self.tried < TRIALS:
+            return 0.0
+        if self.tried >= 2 * TRIALS and self.rates["together"] < GAIN * self.rates["alone"]:
+            return 0.0
+        host, there = self.rates["host"], self.rates["device"]
+        return there / (host + there) if host and there else 0.4
 
     def __call__(self, kernel: Any, *arrays: Any) -> None:
         """Updates one weight: `arrays` are those of a kernel, flat, and its constants."""
@@ -59,15 +73,19 @@ class Sharing:
         count = parts[0].size
         there = int(count * self.share) if count >= FEWEST and all(n in self.slots for n in STAGING) else 0
         here = 0 if there == count else count - there // 1024 * 1024
+        began = time.perf_counter()
         work = Streaming(self, kernel.__name__, cut(parts, here, count), constants) if here < count else None
         try:
             if here:
-                start = time.perf_counter()
                 kernels.call(kernel, *cut(parts, 0, here), constants)
-                self.note("host", here, time.perf_counter() - start)
+                self.note("host" if there else "alone", here, time.perf_counter() - began)
         finally:
             if work is not None:
                 self.note("device", count - here, work.finish())
+        if count >= FEWEST:
+            self.tried += 1
+            if there:
+                self.note("together", count, time.perf_counter() - began)
 
     def note(self, who: str, count: int, seconds: float) -> None:
         """What one of the two has done."""

@@ -76,7 +76,7 @@ class Plan(Pass):
         else:
             last = program.training and not program.layers[-1].label.isdigit()
             choices = [tried(self.slots, 1, 0)] if last else []
-            if not choices or not fits(choices[0]):
+            if not choices or not fits(choices[0]) or program.candidates:
                 choices += [tried(self.slots, 0, 0)]
         if not program.extra and program.training and not fits(choices[-1]):
             spared = count - _most(count, lambda n: fits(tried(self.slots, 0, count - n)))
@@ -84,9 +84,14 @@ class Plan(Pass):
         if not fits(choices[-1]):  # spilling costs slots of its own, so that more of it is not always less
             few = range(count + 1) if program.training else (0,)
             choices += [tried(slots, 0, spill) for slots in dict.fromkeys((self.slots, 1)) for spill in few]
+        found: list[Program] = []
         for made in choices:
             if fits(made):
-                return settled(made)
+                found.append(settled(made))
+                if len(found[-1].plan.resident) == len(program.candidates) or made.plan.keep <= once:
+                    break
+        if found:  # a plane that lives here saves more than the head's graph
+            return max(found, key=lambda made: len(made.plan.resident))
         least = min(choices, key=lambda made: made.plan.peak).plan
         raise BudgetError(
             f"a device budget of {show_about(program.budget)} is too small for this model at these sizes: "

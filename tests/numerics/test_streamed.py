@@ -70,11 +70,38 @@ def test_any_share_gives_the_same(share: float) -> None:
 
 
 def test_the_share_follows_the_rates() -> None:
+    """The host alone first, then both; then both if that was faster, each as much as it is fast."""
     sharing = streamed.Sharing(torch.device("cpu"), {}, None)
+    assert sharing.share == 0
+    sharing.tried = streamed.TRIALS
+    assert 0 < sharing.share < 1
     for _ in range(30):
         sharing.note("host", 1 << 20, 0.001)
         sharing.note("device", 1 << 20, 0.003)
     assert sharing.share == pytest.approx(0.25)
+    sharing.tried = 2 * streamed.TRIALS
+    sharing.note("alone", 1 << 20, 0.001)
+    sharing.note("together", 1 << 20, 0.0008)
+    assert sharing.share == pytest.approx(0.25)
+    for _ in range(30):
+        sharing.note("alone", 1 << 20, 0.0008)
+    assert sharing.share == 0
+
+
+def test_auto_finds_out_what_is_faster() -> None:
+    slots = {name: torch.empty(256 * 18, dtype=torch.uint8) for name in ("t0", "t1")}
+    sharing = streamed.Sharing(torch.device("cpu"), slots, None)
+    n = 5000
+    arrays = [
+        torch.randn(n).numpy(),
+        torch.zeros(0, dtype=torch.int16).numpy(),
+        *(torch.rand(n).numpy() for _ in "gmv"),
+    ]
+    constants = torch.tensor([0.9999, 0.1, 0.999, 0.001, 1e-3, 0.5, 1e-8, 0.7]).numpy()
+    for _ in range(2 * streamed.TRIALS):
+        sharing(megatrain.kernels.adamw, *arrays, constants)
+    assert all(rate > 0 for rate in sharing.rates.values())
+    assert sharing.share == 0 or sharing.rates["together"] > sharing.rates["alone"]
 
 
 def test_a_step_before_the_slots_are_there_runs_on_the_host() -> None:
