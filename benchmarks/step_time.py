@@ -121,8 +121,10 @@ def measured(system: str, args: argparse.Namespace, tokens: list[torch.Tensor]) 
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     else:
         ids = tokens[0][: args.batch]
-        options = dict(device=args.device, memory=args.memory, host_memory=args.host_memory)
-        megatrain.compile(model, **options, example=dict(input_ids=ids, labels=ids))
+        megatrain.compile(
+            model, device=args.device, memory=args.memory, host_memory=args.host_memory,
+            example=dict(input_ids=ids, labels=ids),
+        )  # fmt: skip
         optimizer = megatrain.AdamW(model.parameters(), lr=1e-5, max_grad_norm=args.clip or None, update=args.update)
     row["prepare_s"] = round(time.perf_counter() - start, 1)
     if cuda:

@@ -33,6 +33,7 @@ def compile(
     device: str | torch.device | None = None,
     memory: str | int | None = None,
     host_memory: str | int | None = None,
+    grad_dtype: torch.dtype | None = None,
     backend: str | None = None,
     passes: Sequence[Pass | str | Callable[..., Any]] | None = None,
     example: Any = None,
@@ -43,7 +44,9 @@ def compile(
     `example`: a tuple of positional or a dict of keyword arguments, never computed with.  `device` is where the
     schedules run: "cuda" (the default where there is one) or "cpu".  `memory` caps the device bytes ("24GiB");
     without it, it is what is free on a CUDA device less a margin, and no limit on the CPU.  `host_memory` caps the host
-    bytes of weights, gradients and optimizer state; without it, it is what the machine has.  `passes` is the whole
+    bytes of weights, gradients and optimizer state; without it, it is what the machine has.  With
+    `grad_dtype=torch.float32` gradients of bf16 and fp16 parameters leave the layer that makes them in fp32, are added
+    up so, and `.grad` is fp32, as with torch's `Tensor.grad_dtype`, which it sets.  `passes` is the whole
     pipeline, `megatrain.DEFAULT_PASSES` unless given; a plain `fn(GraphModule) -> GraphModule` in it is run on the
     captured graph.  `backend="eager"` runs templates with PyTorch's own kernels: the same bits as eager.
 
@@ -58,7 +61,9 @@ def compile(
         raise ValueError(f"megatrain.compile takes a torch.nn.Module, not {type(model).__name__}")
     made = pipeline(DEFAULT if passes is None else passes)
     host = settings.parse_bytes(host_memory, "host_memory")
-    options = (str(target), budget, host, backend or BACKENDS[0], tuple(map(str, made)))
+    if grad_dtype not in (None, torch.float32):
+        raise ValueError(f"grad_dtype={grad_dtype}: there is torch.float32, or None for each parameter's own")
+    options = (str(target), budget, host, grad_dtype, backend or BACKENDS[0], tuple(map(str, made)))
     state = model.__dict__.get(STATE)
     if isinstance(state, Compiled):
         if state.options == options:
@@ -74,6 +79,9 @@ def compile(
     size = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
     if host and size > host:
         raise ValueError(f"host_memory={host_memory!r} is too small: the model alone takes {size / 2**30:.1f} GiB")
+    for p in model.parameters() if grad_dtype else ():
+        if p.is_floating_point():
+            p.grad_dtype = grad_dtype  # type: ignore[attr-defined]
     lanes = StreamLanes(target) if target.type == "cuda" else ThreadLanes()
     compiled = Compiled(model, forward, target, budget, host, made, lanes, options)
     model.__dict__[STATE] = compiled

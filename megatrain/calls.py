@@ -12,6 +12,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from megatrain.graphs import evaluated
+from megatrain.host import gradient_dtype
 from megatrain.program import Program
 from megatrain.structure import key_name
 from megatrain.watching import is_plain
@@ -64,11 +65,11 @@ class Call:
 
 def module_key(model: nn.Module) -> tuple[Any, ...]:
     """What of the module tree may change what a forward computes, beside tensors' values and the attributes that the
-    capture has seen read: classes, training flags, hooks, `requires_grad`."""
+    capture has seen read: classes, training flags, hooks, what gradients there are to be."""
     parts: list[Any] = []
     for name, module in model.named_modules():
         parts.append((name, type(module), module.training, *map(len, hooks_of(module))))
-        parts.extend(p.requires_grad for p in module._parameters.values() if p is not None)
+        parts.extend(p.requires_grad and gradient_dtype(p) for p in module._parameters.values() if p is not None)
     return tuple(parts)
 
 

@@ -358,7 +358,8 @@ SET_GRAD: Any = Tensor.grad.__set__  # type: ignore[attr-defined]
 FIELDS = "dtype device layout shape ndim requires_grad is_leaf _version is_cuda is_meta is_sparse is_quantized grad_fn"
 METHODS = "size stride dim numel element_size is_floating_point is_complex is_contiguous __hash__ __len__"
 METADATA: frozenset[Any] = frozenset(
-    [*(getattr(Tensor, n).__get__ for n in FIELDS.split()), *(getattr(Tensor, n) for n in METHODS.split())]
+    [getattr(Tensor, n).__get__ for n in (*FIELDS.split(), "grad_dtype") if hasattr(Tensor, n)]
+    + [getattr(Tensor, n) for n in METHODS.split()]
 )
 """What can be asked of a parameter without waiting: nothing that an update changes."""
 

@@ -244,6 +244,11 @@ def flat(t: Tensor) -> np.ndarray[Any, Any]:
     return t.view(torch.int16).numpy().view(np.uint16) if t.dtype == torch.bfloat16 else t.numpy()
 
 
+def gradient_dtype(p: Tensor) -> torch.dtype:
+    """The dtype of the parameter's `.grad`."""
+    return getattr(p, "grad_dtype", None) or p.dtype
+
+
 def norms(gradients: Sequence[Tensor]) -> Tensor | None:
     """The 2-norm of each gradient (fp32 [n]); None where there is none, or one that is not of 16 or 32 bits."""
     if not gradients or not all(g.dtype in (torch.float32, torch.bfloat16, torch.float16) for g in gradients):

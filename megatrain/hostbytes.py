@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from megatrain.deferred import HOMES, quiet
+from megatrain.host import gradient_dtype
 
 
 def state_bytes(parameters: Iterable[nn.Parameter], moments: Sequence[str]) -> int:
@@ -21,7 +22,7 @@ def check_room(who: str, parameters: Sequence[nn.Parameter], moments: Sequence[s
     if these are all kept there."""
     with quiet():
         owners = {home.updates() for p in parameters if (home := HOMES.get(p))}
-        grads = sum(p.numel() * p.element_size() for p in parameters) if gradients else 0
+        grads = sum(p.numel() * gradient_dtype(p).itemsize for p in parameters) if gradients else 0
     state = state_bytes(parameters, moments)
     free = min([u.host_room() for u in owners if u], default=state + grads)
     if state + grads > free:

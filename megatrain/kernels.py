@@ -89,14 +89,14 @@ def _parallel(kernel: Any) -> Any:
     return njit(parallel=True, nogil=True, error_model="numpy", cache=True)(kernel)
 
 
-def ready(*rules: Any, halves: bool) -> None:
-    """Compiles rules for bf16 (`halves`) or fp32 weights with gradients of their own type, in the calling thread.
+def ready(*rules: Any, halves: bool, half_gradients: bool) -> None:
+    """Compiles rules for bf16 (`halves`) or fp32 weights and gradients, in the calling thread.
 
     Left to the first call, on the host lane, it could meet a capture, during which torch replaces builtins."""
-    element = types.Array(types.uint16 if halves else types.float32, 1, "C")
+    element, gradient = (types.Array(types.uint16 if x else types.float32, 1, "C") for x in (halves, half_gradients))
     moment, remainder = types.Array(types.float32, 1, "C"), types.Array(types.int16, 1, "C")
-    step = (element, remainder, element, moment, moment, moment)
-    for rule, signature in [*((rule, step) for rule in rules), (squares, (element,))]:
+    step = (element, remainder, gradient, moment, moment, moment)
+    for rule, signature in [*((rule, step) for rule in rules), (squares, (gradient,))]:
         if signature not in rule.signatures:
             rule.compile(signature)
 

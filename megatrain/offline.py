@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from megatrain import settings
 from megatrain.calls import Call, CaptureError, bind_sizes
 from megatrain.capture import capture
-from megatrain.host import Layout, dense_stride, layout_of
+from megatrain.host import Layout, dense_stride, gradient_dtype, layout_of
 from megatrain.observe import Dump, Verify
 from megatrain.passes import DEFAULT
 from megatrain.pipeline import Observer, Pass, pipeline, run, split
@@ -118,7 +118,8 @@ def layout(names: Iterable[str], tensors: Mapping[str, Tensor]) -> Layout:
 
 def grad_layout(names: Iterable[str], tensors: Mapping[str, Tensor]) -> Layout:
     """The layout of the gradients of those tensors that require one."""
-    return layout((n for n in names if n in tensors and tensors[n].requires_grad), tensors)
+    trained = {n: t for n in names if (t := tensors.get(n)) is not None and t.requires_grad}
+    return layout_of((n, gradient_dtype(t), t.shape, dense_stride(t)) for n, t in trained.items())
 
 
 def arguments_of(program: Program, call: Call) -> dict[str, Strided]:

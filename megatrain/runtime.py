@@ -231,6 +231,7 @@ class Runtime:
             for j, (p, _) in enumerate(frame.executable.weights[spec.template])
             if p in spec.sums and j in places and places[j][0] in frame.defined
         }
+        wider = {j: sums.pop(j) for j in list(sums) if sums[j].dtype != weights[j].dtype}
         call = partial(body.backward, values, weights, kept, state, grads, adds, sums)
         known = [values, weights, grads, adds, list(sums.values()), kept.results if kept else ()]
         made, trained = self.metered(call, frame, known)
@@ -239,7 +240,7 @@ class Runtime:
         for j, g in trained.items():
             if g is not None:
                 name, place = places[j]
-                place.copy_(g)
+                place.add_(g) if j in wider else place.copy_(g)
                 frame.defined.add(name)
         if frame.land is None:
             self.note_norms(frame.executable, spec, step.planes, targets)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megatrain import device, kernels
 from megatrain.clip import clip_factor, total_norm
 from megatrain.deferred import HOMES, Home, Land, Updates, quiet
-from megatrain.host import Layout, flat
+from megatrain.host import Layout, flat, gradient_dtype
 from megatrain.hostbytes import check_room, state_bytes
 from megatrain.hoststate import Array, Group, Held, Numbers, State, Work, alias, state_plane
 from megatrain.keeping import Keeping
@@ -133,8 +133,9 @@ class HostOptimizer(Keeping, torch.optim.Optimizer):
                 planes.setdefault((id(home.updates()), home.plane), []).append(p)
         every = [p for ps in planes.values() for p in ps]
         check_room(type(self).__name__, every, self.moments, self.update == "host")
-        for kind in {p.dtype for p in every}:
-            kernels.ready(*(self.kernel(g) for g in self.param_groups), halves=kind == torch.bfloat16)
+        for kinds in {(p.dtype, gradient_dtype(p)) for p in every}:
+            halves, slopes = (kind == torch.bfloat16 for kind in kinds)
+            kernels.ready(*(self.kernel(g) for g in self.param_groups), halves=halves, half_gradients=slopes)
         for ps in planes.values():
             halves = [p for p in ps if p.dtype == torch.bfloat16]
             whole = [state_plane(ps, torch.float32) for _ in self.moments]

@@ -137,7 +137,9 @@ MODES: dict[str, Callable[[Any], Any]] = {
     "host": lambda m: megatrain.compile(m, device="cpu"),
     "device": lambda m: megatrain.compile(m, device="cpu", memory="1GiB"),
     "some": lambda m: megatrain.compile(m, device="cpu", memory="150KiB"),
+    "streamed": lambda m: megatrain.compile(m, device="cpu"),
 }
+"""Where state lives; `streamed`: on the host, and updates run on the device."""
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -149,9 +151,11 @@ def test_any_order(mode: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> Non
     eager = Net(depth=3)
     ours = MODES[mode](copy.deepcopy(eager))
     options = {"lr": 0.05, "momentum": 0.9 if seed % 2 else 0.0, "weight_decay": 0.01}
+    update = "device" if mode == "streamed" else "auto"
+    monkeypatch.setattr("megatrain.streamed.FEWEST", 16)
     users = [
         User(eager, torch.optim.SGD(eager.parameters(), foreach=False, **options), False),  # type: ignore[arg-type]
-        User(ours, megatrain.SGD(ours.parameters(), **options), True),  # type: ignore[arg-type]
+        User(ours, megatrain.SGD(ours.parameters(), update=update, **options), True),  # type: ignore[arg-type]
     ]
     delays = random.Random(seed)
     ours.__dict__["_megatrain"].runtime.lanes.delay = lambda label: delays.random() * 0.002
