@@ -1,6 +1,6 @@
 """megatrain: train models that are too large for the GPU in front of you, by compiling the step into a schedule."""
 
-from megatrain.api import compile, schedule, stats
+from megatrain.api import compile, plan, schedule, stats
 from megatrain.clip import clip_grad_norm_, synchronize
 from megatrain.optim import SGD, AdamW, Lion
 from megatrain.order import place_waits
@@ -26,6 +26,7 @@ __all__ = [
     "compile",
     "parse",
     "place_waits",
+    "plan",
     "schedule",
     "show",
     "stats",

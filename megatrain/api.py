@@ -15,6 +15,7 @@ from megatrain.compiled import Compiled, Stats
 from megatrain.lanes import ThreadLanes
 from megatrain.passes import DEFAULT
 from megatrain.pipeline import Pass, pipeline
+from megatrain.planning import Residency, residency
 from megatrain.schedule import Schedule
 from megatrain.streams import StreamLanes
 
@@ -108,6 +109,12 @@ def schedule(model: nn.Module, kind: str = "train") -> Schedule:
 def stats(model: nn.Module) -> Stats:
     """What the model's last step did; see `Stats`."""
     return _state(model).current_stats()
+
+
+def plan(model: nn.Module) -> Residency:
+    """What is where, in bytes by class: on the device at the planned peak, on the host as taken so far; `print` it.
+    Raises ValueError where nothing is planned yet."""
+    return residency(_state(model))
 
 
 def _state(model: nn.Module) -> Compiled:

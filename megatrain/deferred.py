@@ -118,6 +118,8 @@ class Updates:
         runtime.evicting = self.evict
         self.check: Callable[[], None] = lambda: None
         """Lays planes out again if a parameter was replaced or given other memory."""
+        self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The optimizers here that hold parameters of the model."""
         self.sharing = False
         """An optimizer updates planes of the host on the device too, through staging slots."""
         self.host_room: Callable[[], int] = lambda: 0

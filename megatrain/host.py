@@ -267,6 +267,11 @@ class GradientPlanes:
         self.pin = pin
         self._made: dict[str, list[tuple[HostBuffer, weakref.ref[memoryview]]]] = {}
 
+    @property
+    def bytes(self) -> int:
+        """Of all buffers made so far."""
+        return sum(buffer.bytes for made in self._made.values() for buffer, _ in made)
+
     def take(self, name: str, layout: Layout) -> tuple[HostBuffer, list[Tensor]]:
         """A buffer for `name` of at least `layout.bytes` that no live tensor uses, and fresh tensors over it, whose
         values are whatever is there.  The buffer counts as used for as long as any of them (or an alias) lives: drop

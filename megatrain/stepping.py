@@ -64,15 +64,15 @@ class HostOptimizer(Keeping, torch.optim.Optimizer):
         self.hold(p for g in self.param_groups for p in g["params"] if p.requires_grad)
         for updates in self.owners():  # before a schedule is made
             self.sharing(updates)
-        for updates in self.owners() if update == "in-backward" else ():
-            other = updates.stepper() if updates.stepper else None
-            if other is not None:
-                raise ValueError("this model has an optimizer with update='in-backward' already: delete that first")
-            updates.stepper = weakref.ref(self)  # type: ignore[assignment]
-        for updates in self.owners() if update == "auto" else ():
-            updates.runtime.lanes.finish()
-            updates.runtime.evict()  # the state there is another optimizer's
-            updates.keeper = weakref.ref(self)  # type: ignore[assignment]
+            updates.holders.add(self)
+            if update == "in-backward":
+                if updates.stepper and updates.stepper():
+                    raise ValueError("this model has an optimizer with update='in-backward' already: delete that first")
+                updates.stepper = weakref.ref(self)  # type: ignore[assignment]
+            elif update == "auto":
+                updates.runtime.lanes.finish()
+                updates.runtime.evict()  # the state there is another optimizer's
+                updates.keeper = weakref.ref(self)  # type: ignore[assignment]
 
     @property
     def rule(self) -> str:

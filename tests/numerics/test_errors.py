@@ -100,7 +100,7 @@ class Forgets(megatrain.Pass):
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        megatrain.compile(Net(), **{"device": "cpu", **options})
+        megatrain.compile(Net(), **{"device": "cpu", **options})  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")

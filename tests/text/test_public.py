@@ -53,6 +53,7 @@ def test_the_public_names_are_these() -> None:
         "compile",
         "parse",
         "place_waits",
+        "plan",
         "schedule",
         "show",
         "stats",
