@@ -122,7 +122,7 @@ def measured(system: str, args: argparse.Namespace, tokens: list[torch.Tensor]) 
     else:
         ids = tokens[0][: args.batch]
         megatrain.compile(
-            model, device=args.device, memory=args.memory, host_memory=args.host_memory,
+            model, device=args.device, memory=args.memory, host_memory=args.host_memory, backend=args.backend,
             example=dict(input_ids=ids, labels=ids),
         )  # fmt: skip
         optimizer = megatrain.AdamW(model.parameters(), lr=1e-5, max_grad_norm=args.clip or None, update=args.update)
@@ -145,6 +145,9 @@ def measured(system: str, args: argparse.Namespace, tokens: list[torch.Tensor]) 
     if system != "plain":
         if args.trace:
             row["busy_s"] = busy(model, optimizer, tokens, args)
+        if args.show:
+            print(megatrain.schedule(model))
+        print(megatrain.plan(model), flush=True)
         found = megatrain.stats(model)
         row |= dict(planned_gib=round(found.planned_peak / 2**30, 2), budget_gib=round(found.budget / 2**30, 2))
     del model, optimizer
@@ -180,8 +183,10 @@ def main() -> None:
     parser.add_argument("--memory", default=None, help="device budget; all that is free unless given")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--backend", default=None, help="megatrain's backend=")
     parser.add_argument("--host-memory", default=None, help="host bytes for megatrain; all that is free unless given")
     parser.add_argument("--trace", action="store_true", help="also tell for how long each of megatrain's lanes is busy")
+    parser.add_argument("--show", action="store_true", help="print the schedule")
     parser.add_argument("--systems", default="megatrain,plain")
     args = parser.parse_args()
     if args.device == "cuda":

@@ -20,7 +20,7 @@ from megatrain.schedule import Schedule
 from megatrain.streams import StreamLanes
 
 STATE = "_megatrain"
-BACKENDS = ("eager",)
+BACKENDS = ("eager", "inductor")
 SHARE = 0.92
 """Of the device memory that is free, what a model may take if nothing is said: allocators lose some to fragments."""
 
@@ -50,6 +50,7 @@ def compile(
     up so, and `.grad` is fp32, as with torch's `Tensor.grad_dtype`, which it sets.  `passes` is the whole
     pipeline, `megatrain.DEFAULT_PASSES` unless given; a plain `fn(GraphModule) -> GraphModule` in it is run on the
     captured graph.  `backend="eager"` runs templates with PyTorch's own kernels: the same bits as eager.
+    `backend="inductor"` compiles them with `torch.compile`, once for a shape: faster, and equal within rounding.
 
     Compiling a compiled model again returns it; with other options it is an error.  Raises ValueError on a model with
     parameters on meta, an unknown device, size, backend or pass; the first call raises CaptureError for a model that
@@ -84,7 +85,7 @@ def compile(
         if p.is_floating_point():
             p.grad_dtype = grad_dtype  # type: ignore[attr-defined]
     lanes = StreamLanes(target) if target.type == "cuda" else ThreadLanes()
-    compiled = Compiled(model, forward, target, budget, host, made, lanes, options)
+    compiled = Compiled(model, forward, target, budget, host, backend or BACKENDS[0], made, lanes, options)
     model.__dict__[STATE] = compiled
     model.__dict__["forward"] = MethodType(_forward_like(forward), model)
     model.__dict__["_apply"] = MethodType(_apply, model)

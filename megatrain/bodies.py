@@ -1,4 +1,4 @@
-"""Bodies: the code that a compute op runs, made of a template's graph and autograd (backend "eager").
+"""Bodies: the code that a compute op runs, made of a template's graph and autograd.
 
 The forward calls the same kernels in the same grad mode as eager PyTorch does, so that results are equal bit for bit.
 Whatever autograd would save is dropped at once (recompute), or held with the weights taken out (keep): a saved
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from megatrain.fused import Pair
 from megatrain.program import BodySpec
 
 
@@ -42,15 +43,18 @@ class Body:
     planes: tuple[int, ...]
     device: torch.device
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
+    fused: Pair | None = None
+    """The code compiled; None: it runs as it is."""
 
     def forward(self, values: Sequence[Tensor], weights: Sequence[Tensor], grad: bool) -> list[Any]:
         """Results, then the generator state it began with (recomputed random bodies) or the kept graph."""
         extra: list[Any] = []
         if self.spec.state:
             extra.append(generator_state(self.device))
-        if not grad or not (any(self.needs) or any(self.trains)):
+        bare = not grad or not (any(self.needs) or any(self.trains))
+        if bare or (self.fused and not self.spec.keep):
             with torch.no_grad(), self.casting():
-                results = self.code(*values, *weights)
+                results = (self.fused.whole if self.fused else self.code)(*values, *weights)
             return [r.detach() for r in results] + extra + ([Kept()] if self.spec.keep else [])
         kept = Kept()
         hooks = _packing(kept, weights) if self.spec.keep else _dropping
@@ -69,7 +73,8 @@ class Body:
             inputs = list(leaves)
             for i in self.summed():
                 inputs[i] = leaves[i] = leaves[i].view_as(leaves[i])
-            return leaves, self.code(*inputs)
+            code = (self.fused.kept if self.spec.keep else self.fused.whole) if self.fused else self.code
+            return leaves, code(*inputs)
 
     def summed(self) -> list[int]:
         """Leaves that start from a sum of other layers' gradients: values in `adds`, trained weights of planes in

@@ -22,6 +22,7 @@ from megatrain.calls import Call, CaptureError, bind_sizes, check_written, diffe
 from megatrain.capture import Capture, capture
 from megatrain.deferred import HOMES, Home, Updates, quiet
 from megatrain.executable import Executable
+from megatrain.fused import pair_of
 from megatrain.host import HostBuffer
 from megatrain.lanes import Lanes
 from megatrain.liveness import peak
@@ -83,6 +84,7 @@ class Compiled:
         device: torch.device,
         budget: int,
         host_memory: int,
+        backend: str,
         passes: Sequence[Pass],
         lanes: Lanes,
         options: tuple[Any, ...],
@@ -90,6 +92,7 @@ class Compiled:
         self.forward = forward
         self.signature = inspect.signature(forward)
         self.device, self.budget, self.options = device, budget, options
+        self.backend = backend
         self.host_memory = host_memory
         """Host bytes that the model and its optimizers may take; 0: what there is."""
         self.first, self.rest = split(passes)
@@ -297,7 +300,7 @@ class Compiled:
             plane = f"constants{sum(map(len, self.captures.values())) or ''}.w"
             planes[plane] = tuple(constants)
             self.hold(plane, constants)
-        program = described(found.program, tensors, planes, self.layers, self.budget)
+        program = described(found.program, tensors, planes, self.layers, self.budget, self.backend)
         self.observing = observers_of(program)
         made = Made(found, run(program, self.first, self.observing))
         made_by = {i.name: i.target for i in made.program.inputs if i.kind == "input"}
@@ -356,7 +359,8 @@ class Compiled:
             needs = d.needs or (False,) * t.values
             trains = d.trains or (False,) * len(t.weights)
             planes = tuple(p for p, _ in t.weights)
-            bodies[name] = Body(spec, t.graph, needs, trains, planes, self.device, program.autocast)
+            pair = pair_of(t, program.backend)
+            bodies[name] = Body(spec, t.graph, needs, trains, planes, self.device, program.autocast, pair)
         return Executable(
             schedule=program.schedule,
             bodies=bodies,

@@ -93,6 +93,7 @@ def described(
     planes: Mapping[str, Sequence[str]],
     layers: Mapping[str, str],
     budget: int,
+    backend: str = "eager",
 ) -> Program:
     """A captured program with what is known of the model's tensors and of the call's surroundings.
 
@@ -107,6 +108,7 @@ def described(
         weights=MappingProxyType({n: (tuple(t.shape), dense_stride(t), t.dtype) for n, t in tensors.items()}),
         needs=trained,
         budget=budget,
+        backend=backend,
         autocast=tuple((k, torch.get_autocast_dtype(k)) for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)),
     )
 

@@ -174,6 +174,8 @@ class Program:
     """(shape, stride, dtype) of the arguments of this call, by input name."""
     sizes: Mapping[sympy.Symbol, int] = field(default_factory=lambda: MappingProxyType({}))
     device: str = "cpu"
+    backend: str = "eager"
+    """How templates run: by PyTorch's own kernels (`eager`), or compiled (`inductor`)."""
     budget: int = 0
     """Bytes allowed on the device; 0 means unlimited."""
     derivatives: Mapping[str, Derivative] = field(default_factory=lambda: MappingProxyType({}))

@@ -10,7 +10,9 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain.bodies import Body
+from megatrain.fused import Pair, pair_of
 from megatrain.graphs import evaluated
+from megatrain.measuring import measured
 from megatrain.meter import Meter
 from megatrain.pipeline import Pass
 from megatrain.program import BodySpec, Derivative, Layer, Program, TemplateGraph, type_of
@@ -25,8 +27,9 @@ class Differentiate(Pass):
     """Runs every template once on fake tensors, forward and backward, and writes down the types of what it reads and
     makes, which of that carries a gradient, and the device bytes that the bodies need.
 
-    Bodies are autograd on the template's own graph (backend "eager"), so there is no code to derive here: a
-    template whose layers differ in what needs a gradient becomes one template for each case."""
+    Bodies are autograd on the template's own graph, so there is no code to derive here; with backend "inductor" that
+    graph runs compiled, and on CUDA its bodies are measured instead.  A template whose layers differ in what needs a
+    gradient becomes one template for each case."""
 
     name, needs, gives = "differentiate", "partitioned", "differentiated"
 
@@ -100,8 +103,8 @@ def _measured(
     planes = tuple(p for p, _ in template.weights)
     device = torch.device(program.device)
 
-    def body(spec: BodySpec) -> Body:
-        return Body(spec, template.graph, needs, trains, planes, device, program.autocast)
+    def body(spec: BodySpec, pair: Pair | None = None) -> Body:
+        return Body(spec, template.graph, needs, trains, planes, device, program.autocast, pair)
 
     known = [*values, *weights]
     workspace: dict[str, int] = {}
@@ -135,6 +138,18 @@ def _measured(
             made, _ = body(spec).backward(values, weights, graph, None, given, [], {})
         workspace["bwd.keep"] = meter.peak - _fresh(made, meter)
         del out, graph, made
+    if (pair := pair_of(template, program.backend)) and device.type == "cuda":
+        wants = tuple(i for i, n in enumerate(needs) if n)
+        grads = tuple(i for i, f in enumerate(flags) if f)
+        specs = {"fwd": BodySpec(template.name, forward=True)}
+        for kind in ("bwd", "bwd.keep") if "bwd" in workspace else ():
+            keep = kind == "bwd.keep"
+            specs[kind] = BodySpec(
+                template.name, forward=False, keep=keep, grads=grads, wants=wants, trains=tuple(set(planes))
+            )
+            specs["fwd.keep"] = BodySpec(template.name, forward=True, keep=True)
+        found = measured(lambda spec: body(spec, pair), specs, values, weights, grads, program.training)
+        workspace, kept = found or (workspace, kept)
     if device.type == "cuda":
         workspace = {kind: size + RESERVE for kind, size in workspace.items()}
     reads, writes = tuple(map(type_of, values)), tuple(map(type_of, results))

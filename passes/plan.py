@@ -65,6 +65,19 @@ class Plan(Pass):
 
             return holding(_most(len(planes), lambda n: fits(holding(n)))) if planes and program.budget else made
 
+        def filled(made: Program) -> Program:
+            """With as many layers keeping their graphs as fit beside it, where these are compiled: a graph then keeps
+            little, and what it keeps is known."""
+            plan = made.plan
+            if program.backend == "eager" or not program.training or program.extra or not program.budget:
+                return made
+            least = len(plan.keep - once)
+
+            def keeping(n: int) -> Program:
+                return tried(plan.slots, max(n, least), len(plan.spill), plan.resident)
+
+            return keeping(_most(count, lambda n: fits(keeping(n))))
+
         def fits(made: Program) -> bool:
             return not program.budget or made.plan.peak <= program.budget
 
@@ -91,7 +104,7 @@ class Plan(Pass):
                 if len(found[-1].plan.resident) == len(program.candidates) or made.plan.keep <= once:
                     break
         if found:  # a plane that lives here saves more than the head's graph
-            return max(found, key=lambda made: len(made.plan.resident))
+            return filled(max(found, key=lambda made: len(made.plan.resident)))
         least = min(choices, key=lambda made: made.plan.peak).plan
         raise BudgetError(
             f"a device budget of {show_about(program.budget)} is too small for this model at these sizes: "

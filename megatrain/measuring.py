@@ -1,0 +1,85 @@
+"""What compiled bodies need on the device: each is run once on zeros, which also compiles it, and then measured."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.bodies import Body
+from megatrain.program import BodySpec
+
+LOG = logging.getLogger("megatrain")
+
+Needs = tuple[dict[str, int], int]
+"""Workspace bytes by kind of body, as in `Derivative.workspace`, and the bytes that a kept graph holds."""
+
+
+def measured(
+    body: Callable[[BodySpec], Body],
+    specs: dict[str, BodySpec],
+    values: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    grads: Sequence[int],
+    training: bool,
+) -> Needs | None:
+    """Bytes of a template's bodies, `specs` by kind, on operands like these; None where the device has not the room to
+    try."""
+    device = next(t.device for t in (*values, *weights))
+    try:
+        with torch.cuda.device(device):
+            operands = [real(t) for t in values], [real(t) for t in weights]
+            tried(body, specs, *operands, grads, training)
+            return tried(body, specs, *operands, grads, training)
+    except torch.cuda.OutOfMemoryError:
+        LOG.info("megatrain: no room to measure %s; its bodies are estimated", specs["fwd"].template)
+        return None
+    finally:
+        torch.cuda.empty_cache()
+
+
+def real(t: Tensor) -> Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).zero_()
+
+
+def tried(
+    body: Callable[[BodySpec], Body],
+    specs: dict[str, BodySpec],
+    values: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    grads: Sequence[int],
+    training: bool,
+) -> Needs:
+    workspace: dict[str, int] = {}
+    results, most, _ = bytes_of(lambda: body(specs["fwd"]).forward(values, weights, training))
+    workspace["fwd"] = most - fresh(results)
+    if "bwd" not in specs:
+        return workspace, 0
+    given = [torch.zeros_like(results[i]) for i in grads]
+    del results
+    made, most, _ = bytes_of(lambda: body(specs["bwd"]).backward(values, weights, None, None, given, [], {}))
+    workspace["bwd"] = most - fresh((*made[0], *made[1].values()))
+    del made
+    held, most, kept = bytes_of(lambda: body(specs["fwd.keep"]).forward(values, weights, True))
+    workspace["fwd.keep"] = most - kept
+    graph = held[-1]
+    made, most, _ = bytes_of(lambda: body(specs["bwd.keep"]).backward(values, weights, graph, None, given, [], {}))
+    workspace["bwd.keep"] = most - fresh((*made[0], *made[1].values()))
+    return workspace, kept
+
+
+def bytes_of(work: Callable[[], Any]) -> tuple[Any, int, int]:
+    """(what `work` gives, the most bytes it takes, the bytes it leaves taken)."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    made = work()
+    return made, torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
+
+
+def fresh(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of these tensors' storages."""
+    found = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t is not None}
+    return sum(-(-size // 512) * 512 for size in found.values())

@@ -1,0 +1,89 @@
+"""Backend "inductor": within rounding of eager, whatever is kept, and what cannot be compiled runs as it is."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import megatrain
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=128, max_position_embeddings=64, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).train()
+
+
+def ids(seed: int, length: int = 16) -> Tensor:
+    return torch.randint(0, 128, (2, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_a_llama_trains_as_eager(activations: str) -> None:
+    """Two lengths, so that a second shape is compiled, from one capture."""
+    eager = llama()
+    passes = tuple(p if p.name != "plan" else f"plan{{activations='{activations}'}}" for p in megatrain.DEFAULT_PASSES)
+    ours = megatrain.compile(copy.deepcopy(eager), device="cpu", backend="inductor", passes=passes)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (eager, ours)]
+    for t, length in enumerate((16, 24, 16)):
+        losses: list[Tensor] = []
+        for m, opt in zip((eager, ours), optimizers, strict=True):
+            loss = m(input_ids=ids(t, length), labels=ids(t, length)).loss
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            losses.append(loss.detach())
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
+    for p, q in zip(eager.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(q.detach(), p.detach(), rtol=1e-4, atol=1e-5)
+    state = ours.__dict__["_megatrain"]
+    assert sum(map(len, state.captures.values())) == 1
+    bodies = [b for e in next(iter(state.captures.values()))[0].executables.values() for b in e.bodies.values()]
+    layers = [b for b in bodies if b.fused is not None]
+    assert layers and all(b.fused.whole.works and b.fused.kept.works for b in layers)
+    assert any(b.fused.kept.known if activations == "keep" else b.fused.whole.known for b in layers)
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = nn.functional.dropout(torch.tanh(layer(x) * 2 + 1), 0.5) + x
+        return x.sum()
+
+
+def test_what_draws_random_numbers_draws_those_of_eager() -> None:
+    eager = Dropping()
+    ours = megatrain.compile(copy.deepcopy(eager), device="cpu", backend="inductor")
+    for m in (eager, ours):
+        torch.manual_seed(1)
+        m(torch.ones(2, 8)).backward()
+    for p, q in zip(eager.parameters(), ours.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad)
+
+
+def test_what_does_not_compile_runs_as_it_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr("megatrain.fused.torch.compile", lambda code, **_: broken)
+    ours = megatrain.compile(llama(), device="cpu", backend="inductor")
+    with caplog.at_level(logging.WARNING, logger="megatrain"):
+        loss = ours(input_ids=ids(0), labels=ids(0)).loss
+        loss.backward()
+    torch.testing.assert_close(loss, llama()(input_ids=ids(0), labels=ids(0)).loss)
+    assert any("because torch.compile fails on it: RuntimeError: no compiler" in r.message for r in caplog.records)
