@@ -45,6 +45,8 @@ class Body:
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
     fused: Pair | None = None
     """The code compiled; None: it runs as it is."""
+    seldom: tuple[int, ...] = ()
+    """Results through which compiled code carries no gradient back."""
 
     def forward(self, values: Sequence[Tensor], weights: Sequence[Tensor], grad: bool) -> list[Any]:
         """Results, then the generator state it began with (recomputed random bodies) or the kept graph."""
@@ -65,15 +67,20 @@ class Body:
             extra.append(kept)
         return [r.detach() for r in results] + extra
 
-    def recorded(self, values: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[list[Tensor], Sequence[Tensor]]:
-        """(leaves, results) of a run with autograd on; a leaf for each value and weight."""
+    def recorded(
+        self, values: Sequence[Tensor], weights: Sequence[Tensor], plain: bool = False
+    ) -> tuple[list[Tensor], Sequence[Tensor]]:
+        """(leaves, results) of a run with autograd on, of the code as it is if `plain`; a leaf for each value and
+        weight."""
         flags = (*self.needs, *self.trains)
         with torch.enable_grad(), self.casting():
             leaves = [t.detach().requires_grad_(f) for t, f in zip((*values, *weights), flags, strict=True)]
             inputs = list(leaves)
             for i in self.summed():
                 inputs[i] = leaves[i] = leaves[i].view_as(leaves[i])
-            code = (self.fused.kept if self.spec.keep else self.fused.whole) if self.fused else self.code
+            code: Any = self.code
+            if self.fused and not plain:
+                code = self.fused.kept if self.spec.keep else self.fused.whole
             return leaves, code(*inputs)
 
     def summed(self) -> list[int]:
@@ -99,9 +106,11 @@ class Body:
         """(gradients of the values in `wants`, gradient of each trained weight by its index); None where there is none.
 
         `sums` holds, for weights of planes in `spec.sums`, the gradient that later layers gave."""
-        if kept is None:
+        through = {i for i, g in zip(self.spec.grads, grads, strict=True) if g is not None}
+        plain = self.fused is not None and not through.isdisjoint(self.seldom)
+        if kept is None or plain:
             with restarted(self.device, state):
-                leaves, results = self.recorded(values, weights)
+                leaves, results = self.recorded(values, weights, plain)
         else:
             leaves, results = list(kept.leaves), kept.results
             kept.weights = tuple(weights)

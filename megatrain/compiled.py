@@ -359,8 +359,8 @@ class Compiled:
             needs = d.needs or (False,) * t.values
             trains = d.trains or (False,) * len(t.weights)
             planes = tuple(p for p, _ in t.weights)
-            pair = pair_of(t, program.backend)
-            bodies[name] = Body(spec, t.graph, needs, trains, planes, self.device, program.autocast, pair)
+            pair = pair_of(t, program.backend, d.seldom)
+            bodies[name] = Body(spec, t.graph, needs, trains, planes, self.device, program.autocast, pair, d.seldom)
         return Executable(
             schedule=program.schedule,
             bodies=bodies,

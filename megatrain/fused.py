@@ -78,13 +78,27 @@ PAIRS: WeakKeyDictionary[fx.GraphModule, Pair] = WeakKeyDictionary()
 """What has been compiled, by the graph: measuring and running use the same."""
 
 
-def pair_of(template: TemplateGraph, backend: str) -> Pair | None:
+def pair_of(template: TemplateGraph, backend: str, seldom: Sequence[int]) -> Pair | None:
     """The template compiled, where the backend does that: not what draws random numbers, which would draw others, and
-    not what is too small to gain."""
+    not what is too small to gain.  Through results in `seldom` no gradient comes back."""
     code = template.graph
     calls = sum(n.op == "call_function" for n in code.graph.nodes)
     if backend != "inductor" or template.random or calls <= SMALL:
         return None
     if code not in PAIRS:
-        PAIRS[code] = Pair(Fused(code, 1.0), Fused(code, KEPT))
+        cut = without_gradient(code, seldom)
+        PAIRS[code] = Pair(Fused(cut, 1.0), Fused(cut, KEPT))
     return PAIRS[code]
+
+
+def without_gradient(code: fx.GraphModule, results: Sequence[int]) -> fx.GraphModule:
+    """A copy that detaches these results: a compiled backward computes with zeros for a gradient that is not given."""
+    made = copy.deepcopy(code)
+    output = made.graph.output_node()
+    found = list(output.args[0])  # type: ignore[arg-type]
+    with made.graph.inserting_before(output):
+        for i in results:
+            found[i] = made.graph.call_function(torch.ops.aten.detach.default, (found[i],))  # type: ignore[arg-type]
+    output.args = (tuple(found),)
+    made.recompile()
+    return made

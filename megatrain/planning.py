@@ -31,6 +31,9 @@ class Residency:
     """Bytes allowed on the device; 0: no limit."""
     resident: tuple[str, ...]
     """Host planes that live on the device."""
+    layers: int
+    keep: int
+    """How many of the layers keep their graph from forward to backward."""
 
     def __str__(self) -> str:
         lines = [f"{'':<12} {'device':>11} {'host':>11} {'host, bytes a parameter':>24}"]
@@ -41,7 +44,10 @@ class Residency:
                 f"{name:<12} {show_about(there):>11} {show_about(here):>11} {here / max(1, self.parameters):>24.2f}"
             )
         allowed = f" of {show_about(self.budget)}" if self.budget else ""
-        lines.append(f"device peak {show_about(self.peak)}{allowed}; {len(self.resident)} planes live on the device")
+        lines.append(
+            f"device peak {show_about(self.peak)}{allowed}; {len(self.resident)} planes live on the device, "
+            f"{self.keep} of {self.layers} layers keep their graph"
+        )
         return "\n".join(lines)
 
 
@@ -53,10 +59,10 @@ def residency(compiled: Compiled) -> Residency:
         raise ValueError("nothing is planned yet: call the model once, or compile it with example=")
     device: Counter[str] = Counter()
     host: Counter[str] = Counter()
-    living = {names[i]: (plane, i) for plane, names in runtime.resident_slots.items() for i in range(3)}
+    places = {names[i]: (plane, i) for plane, names in runtime.resident_slots.items() for i in range(3)}
     for slot in found.slots:
-        if slot.name in living:
-            plane, kind = living[slot.name]
+        if slot.name in places:
+            plane, kind = places[slot.name]
             if kind < 2:
                 device["weights" if kind == 0 else "gradients"] += slot.bytes
                 continue
@@ -76,7 +82,10 @@ def residency(compiled: Compiled) -> Residency:
                 host += sizes
     with quiet():
         count = sum(t.numel() for t in compiled.tensors.values() if isinstance(t, torch.nn.Parameter))
-    return Residency(dict(device), dict(host), count, peak(found), found.budget, tuple(runtime.residents))
+    forward = [op.call for op in found.forward if op.verb == "compute"]
+    keep = sum(".fwd.keep" in call for call in forward)
+    living = tuple(runtime.residents)
+    return Residency(dict(device), dict(host), count, peak(found), found.budget, living, len(forward), keep)
 
 
 def holdings(compiled: Compiled) -> list[dict[str, Counter[str]]]:

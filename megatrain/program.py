@@ -93,6 +93,8 @@ class Derivative:
     differentiable: tuple[bool, ...] = ()
     dense: tuple[bool, ...] = ()
     """Which results are contiguous, so that a slot can hold them."""
+    seldom: tuple[int, ...] = ()
+    """Results that the caller gets beside a loss, such as logits: differentiable, and seldom differentiated."""
     kept: int = 0
     workspace: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 

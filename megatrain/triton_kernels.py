@@ -117,3 +117,63 @@ def update(rule: str, w: Tensor, r: Tensor | None, g: Tensor, moments: list[Tens
     operands = (w.view(torch.int16) if split else w, r if split else w, g, m, v, n)
     if n:
         RULES[rule][(triton.cdiv(n, BLOCK),)](*operands, *map(float, c), SPLIT=split, B=BLOCK, **EXACT)
+
+
+@triton.jit
+def shaped(x, a, b, CAPPED: tl.constexpr):
+    """(y, dy/dx) of a logit: a x, or b tanh(a x)."""
+    y = x * a
+    slope = a
+    if CAPPED:
+        t = 2 * tl.sigmoid(2 * y) - 1
+        y = b * t
+        slope = a * b * (1 - t * t)
+    return y, slope
+
+
+@triton.jit
+def cross_entropies(
+    logits, target, scale, losses, out, width, ignore, a, b, CAPPED: tl.constexpr, GRAD: tl.constexpr, B: tl.constexpr
+):
+    """One row: its loss, by a running maximum and sum of exponentials (arXiv 1805.02867), and its gradient."""
+    row = tl.program_id(0).to(tl.int64)
+    goal = tl.load(target + row)
+    most = tl.full((), -float("inf"), tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    for start in range(0, width, B):
+        i = start + tl.arange(0, B)
+        x = tl.load(logits + row * width + i, mask=i < width, other=0.0).to(tl.float32)
+        y, _ = shaped(x, a, b, CAPPED)
+        y = tl.where(i < width, y, -float("inf"))
+        new = tl.maximum(most, tl.max(y, 0))
+        total = total * tl.exp(most - new) + tl.sum(tl.exp(y - new), 0)
+        most = new
+    total = most + tl.log(total)
+    valid = goal != ignore
+    at = tl.where(valid, goal, 0)
+    gold, _ = shaped(tl.load(logits + row * width + at).to(tl.float32), a, b, CAPPED)
+    tl.store(losses + row, tl.where(valid, total - gold, 0.0))
+    if GRAD:
+        factor = tl.where(valid, tl.load(scale), 0.0)
+        for start in range(0, width, B):
+            i = start + tl.arange(0, B)
+            x = tl.load(logits + row * width + i, mask=i < width, other=0.0).to(tl.float32)
+            y, slope = shaped(x, a, b, CAPPED)
+            d = (tl.exp(y - total) - tl.where(i == at, 1.0, 0.0)) * slope * factor
+            tl.store(out + row * width + i, d.to(out.dtype.element_ty), mask=i < width)
+
+
+def cross_entropy(
+    logits: Tensor, target: Tensor, scale: Tensor, a: float, b: float, ignore: int, out: Tensor | None
+) -> Tensor:
+    """The sum of the cross entropies of rows, and in `out` (which may be `logits`) its gradient times `scale`; see
+    `losses.slopes`."""
+    rows, width = logits.shape
+    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    to = logits if out is None else out
+    launch: Any = cross_entropies
+    launch[(rows,)](
+        logits, target, scale, losses, to, width, ignore, a, b, CAPPED=bool(b), GRAD=out is not None, B=4096,
+        num_warps=16,
+    )  # fmt: skip
+    return losses.sum()

@@ -6,16 +6,17 @@ if __name__ == "passes":
 from megatrain.passes.causal import Causal
 from megatrain.passes.differentiate import Differentiate
 from megatrain.passes.emit import Emit
+from megatrain.passes.fuse_loss import FuseLoss
 from megatrain.passes.hoist import Hoist
 from megatrain.passes.partition import Partition
 from megatrain.passes.plan import BudgetError, Plan
 from megatrain.passes.prefetch import Prefetch
 from megatrain.passes.prune import Prune
 
-DEFAULT = (Hoist(), Causal(), Partition(), Differentiate(), Plan(), Emit(), Prefetch(), Prune())
+DEFAULT = (Hoist(), Causal(), FuseLoss(), Partition(), Differentiate(), Plan(), Emit(), Prefetch(), Prune())
 """The compiler, in order."""
 
-ALL = (Hoist, Causal, Partition, Differentiate, Plan, Emit, Prefetch, Prune)
+ALL = (Hoist, Causal, FuseLoss, Partition, Differentiate, Plan, Emit, Prefetch, Prune)
 
 __all__ = [
     "ALL",
@@ -24,6 +25,7 @@ __all__ = [
     "Causal",
     "Differentiate",
     "Emit",
+    "FuseLoss",
     "Hoist",
     "Partition",
     "Plan",

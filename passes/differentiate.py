@@ -52,7 +52,7 @@ class Differentiate(Pass):
                 with mode:
                     specs = [program.weights[w] for w in weights]
                     fakes = [torch.empty_strided(s, st, dtype=d, device=program.device) for s, st, d in specs]
-                made[key] = (variant, *_measured(program, variant, values, fakes, needs, trains, mode))
+                made[key] = (variant, *_measured(program, variant, layer, values, fakes, needs, trains, mode))
                 templates.append(variant)
             variant, derivative, results = made[key]
             layers.append(replace(layer, template=variant.name, ints=()))
@@ -94,6 +94,7 @@ def _concrete(program: Program, template: TemplateGraph, layer: Layer, variants:
 def _measured(
     program: Program,
     template: TemplateGraph,
+    layer: Layer,
     values: list[Tensor],
     weights: list[Tensor],
     needs: tuple[bool, ...],
@@ -103,8 +104,10 @@ def _measured(
     planes = tuple(p for p, _ in template.weights)
     device = torch.device(program.device)
 
+    seldom: tuple[int, ...] = ()
+
     def body(spec: BodySpec, pair: Pair | None = None) -> Body:
-        return Body(spec, template.graph, needs, trains, planes, device, program.autocast, pair)
+        return Body(spec, template.graph, needs, trains, planes, device, program.autocast, pair, seldom)
 
     known = [*values, *weights]
     workspace: dict[str, int] = {}
@@ -138,9 +141,10 @@ def _measured(
             made, _ = body(spec).backward(values, weights, graph, None, given, [], {})
         workspace["bwd.keep"] = meter.peak - _fresh(made, meter)
         del out, graph, made
-    if (pair := pair_of(template, program.backend)) and device.type == "cuda":
+    seldom = _seldom(program, layer, results, flags)
+    if (pair := pair_of(template, program.backend, seldom)) and device.type == "cuda":
         wants = tuple(i for i, n in enumerate(needs) if n)
-        grads = tuple(i for i, f in enumerate(flags) if f)
+        grads = tuple(i for i, f in enumerate(flags) if f and i not in seldom)
         specs = {"fwd": BodySpec(template.name, forward=True)}
         for kind in ("bwd", "bwd.keep") if "bwd" in workspace else ():
             keep = kind == "bwd.keep"
@@ -154,7 +158,16 @@ def _measured(
         workspace = {kind: size + RESERVE for kind, size in workspace.items()}
     reads, writes = tuple(map(type_of, values)), tuple(map(type_of, results))
     dense = tuple(r.is_contiguous() for r in results)
-    return Derivative(reads, writes, needs, trains, flags, dense, kept, MappingProxyType(workspace)), results
+    return Derivative(reads, writes, needs, trains, flags, dense, seldom, kept, MappingProxyType(workspace)), results
+
+
+def _seldom(program: Program, layer: Layer, results: list[Tensor], flags: tuple[bool, ...]) -> tuple[int, ...]:
+    """Results that the caller gets beside a loss that comes from this layer too, and that no layer reads."""
+    given = [n in program.outputs and f for n, f in zip(layer.writes, flags, strict=True)]
+    if not any(g and r.dim() == 0 for g, r in zip(given, results, strict=True)):
+        return ()
+    read = {n for other in program.layers for n in other.reads}
+    return tuple(i for i, n in enumerate(layer.writes) if given[i] and results[i].dim() and n not in read)
 
 
 def _fresh(results: list[Tensor | None], meter: Meter) -> int:

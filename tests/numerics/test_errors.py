@@ -94,7 +94,7 @@ class Forgets(megatrain.Pass):
             {"passes": ()},
             "the pipeline ends with a captured program; add the missing passes of megatrain.DEFAULT_PASSES",
         ),
-        ({"passes": ("nothing",)}, "no pass is named 'nothing'; there are causal, differentiate, emit, hoist"),
+        ({"passes": ("nothing",)}, "no pass is named 'nothing'; there are causal, differentiate, emit, fuse_loss,"),
         ({"passes": (*megatrain.DEFAULT_PASSES, "prune")}, "pass prune is in the pipeline twice: hoist, causal,"),
     ],
 )
