@@ -45,7 +45,8 @@ def compile(
     `example`: a tuple of positional or a dict of keyword arguments, never computed with.  `device` is where the
     schedules run: "cuda" (the default where there is one) or "cpu".  `memory` caps the device bytes ("24GiB");
     without it, it is what is free on a CUDA device less a margin, and no limit on the CPU.  `host_memory` caps the host
-    bytes of weights, gradients and optimizer state; without it, it is what the machine has.  With
+    bytes of weights, gradients and optimizer state; without it, it is what the machine has.  With it, updates in the
+    backward use what is left for gradients that wait, so that the backward need not.  With
     `grad_dtype=torch.float32` gradients of bf16 and fp16 parameters leave the layer that makes them in fp32, are added
     up so, and `.grad` is fp32, as with torch's `Tensor.grad_dtype`, which it sets.  `passes` is the whole
     pipeline, `megatrain.DEFAULT_PASSES` unless given; a plain `fn(GraphModule) -> GraphModule` in it is run on the

