@@ -66,9 +66,9 @@ class Rooms:
         return min(size, c.budget // 16) if c.budget else size
 
     def gradients(self) -> int:
-        """Host bytes for gradients of updates in the backward that wait for its end: a half of what `host_memory=` leaves
-        free when the optimizer is first used, its state taken off.  Such updates are there to take little memory, so
-        that they take more only if they are told how much."""
+        """Host bytes for gradients of updates in the backward that wait for its end: a half of what `host_memory=`
+        leaves free when the optimizer is first used, its state taken off.  Such updates are there to take little
+        memory, so that they take more only if they are told how much."""
         c = self.compiled
         stepper = c.updates.stepper() if c.updates.stepper else None
         if stepper is not None and self.stepper != id(stepper):
