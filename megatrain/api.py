@@ -34,6 +34,7 @@ def compile(
     device: str | torch.device | None = None,
     memory: str | int | None = None,
     host_memory: str | int | None = None,
+    compute_dtype: torch.dtype | None = None,
     grad_dtype: torch.dtype | None = None,
     backend: str | None = None,
     passes: Sequence[Pass | str | Callable[..., Any]] | None = None,
@@ -46,7 +47,9 @@ def compile(
     schedules run: "cuda" (the default where there is one) or "cpu".  `memory` caps the device bytes ("24GiB");
     without it, it is what is free on a CUDA device less a margin, and no limit on the CPU.  `host_memory` caps the host
     bytes of weights, gradients and optimizer state; without it, it is what the machine has.  With it, updates in the
-    backward use what is left for gradients that wait, so that the backward need not.  With
+    backward use what is left for gradients that wait, so that the backward need not.
+    `compute_dtype=torch.bfloat16` computes with fp32 parameters and arguments rounded to bf16, of which the host holds
+    a copy for the device; parameters, their gradients and updates stay fp32, and planes stay on the host.  With
     `grad_dtype=torch.float32` gradients of bf16 and fp16 parameters leave the layer that makes them in fp32, are added
     up so, and `.grad` is fp32, as with torch's `Tensor.grad_dtype`, which it sets.  `passes` is the whole
     pipeline, `megatrain.DEFAULT_PASSES` unless given; a plain `fn(GraphModule) -> GraphModule` in it is run on the
@@ -64,9 +67,11 @@ def compile(
         raise ValueError(f"megatrain.compile takes a torch.nn.Module, not {type(model).__name__}")
     made = pipeline(DEFAULT if passes is None else passes)
     host = settings.parse_bytes(host_memory, "host_memory")
+    if compute_dtype not in (None, torch.bfloat16, torch.float16):
+        raise ValueError(f"compute_dtype={compute_dtype}: there is torch.bfloat16, torch.float16, or None")
     if grad_dtype not in (None, torch.float32):
         raise ValueError(f"grad_dtype={grad_dtype}: there is torch.float32, or None for each parameter's own")
-    options = (str(target), budget, host, grad_dtype, backend or BACKENDS[0], tuple(map(str, made)))
+    options = (str(target), budget, host, compute_dtype, grad_dtype, backend or BACKENDS[0], tuple(map(str, made)))
     state = model.__dict__.get(STATE)
     if isinstance(state, Compiled):
         if state.options == options:
@@ -86,7 +91,9 @@ def compile(
         if p.is_floating_point():
             p.grad_dtype = grad_dtype  # type: ignore[attr-defined]
     lanes = StreamLanes(target) if target.type == "cuda" else ThreadLanes()
-    compiled = Compiled(model, forward, target, budget, host, backend or BACKENDS[0], made, lanes, options)
+    compiled = Compiled(
+        model, forward, target, budget, host, backend or BACKENDS[0], compute_dtype, made, lanes, options
+    )
     model.__dict__[STATE] = compiled
     model.__dict__["forward"] = MethodType(_forward_like(forward), model)
     model.__dict__["_apply"] = MethodType(_apply, model)

@@ -8,6 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +45,7 @@ from megatrain.runtime import Runtime
 from megatrain.schedule import Schedule
 from megatrain.step import Running, Step
 from megatrain.store import adopt
+from megatrain.transfer import Transfers, casting
 from megatrain.watching import global_hooks, transformed
 
 LOG = logging.getLogger("megatrain")
@@ -85,6 +87,7 @@ class Compiled:
         budget: int,
         host_memory: int,
         backend: str,
+        compute_dtype: torch.dtype | None,
         passes: Sequence[Pass],
         lanes: Lanes,
         options: tuple[Any, ...],
@@ -93,6 +96,7 @@ class Compiled:
         self.signature = inspect.signature(forward)
         self.device, self.budget, self.options = device, budget, options
         self.backend = backend
+        self.compute_dtype = compute_dtype
         self.host_memory = host_memory
         """Host bytes that the model and its optimizers may take; 0: what there is."""
         self.first, self.rest = split(passes)
@@ -139,6 +143,9 @@ class Compiled:
                     HOMES[t] = Home(weakref.ref(self.updates), plane, name)
         self.captures.clear()
         self.rooms.resident = None
+        if self.compute_dtype:
+            store, pin = self.runtime.store, self.runtime.pin
+            self.runtime.transfers = Transfers(store, self.planes, self.tensors, self.compute_dtype, pin)
 
     # -- one call ---------------------------------------------------------------------------------------------------
 
@@ -150,6 +157,8 @@ class Compiled:
                 f"there is a hook on all modules ({', '.join(kinds)}), which a captured graph would not call\n"
                 "remove it before the call, or put it on the modules that it is for"
             )
+        if self.runtime.transfers:
+            args, kwargs = self.runtime.transfers.cast((args, kwargs))
         with self.lock:
             return self.locked(model, Call(self.signature, args, kwargs))
 
@@ -196,6 +205,9 @@ class Compiled:
         """What was written on the host of what the program reads goes to the planes that live on the device."""
         if executable.residents:
             self.runtime.claim(executable)
+        if transfers := self.runtime.transfers:
+            names = {i.target for i in program.inputs if i.kind == "weight"} & transfers.copies.keys()
+            transfers.refresh({n: self.tensors[n] for n in names})
         read = {i.target for i in program.inputs if i.kind == "weight"}
         for plane, resident in self.runtime.residents.items():
             with quiet(), torch.no_grad():
@@ -211,6 +223,8 @@ class Compiled:
 
     def prepare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Schedule:
         """Captures and schedules a call with these arguments, without running it."""
+        if self.runtime.transfers:
+            args, kwargs = self.runtime.transfers.cast((args, kwargs))
         call = Call(self.signature, args, kwargs)
         made, sizes = self.captured(model, call)
         s = self.executable(made, call, sizes, False, ()).schedule
@@ -292,9 +306,11 @@ class Compiled:
 
     def capture(self, model: nn.Module, call: Call, distinct: bool = True) -> Made:
         self.updates.settle_all()
-        found = capture(model, self.forward, call, self.device, self.names, distinct)
+        transfers = self.runtime.transfers
+        with casting(model, self.names, transfers.dtype) if transfers else nullcontext(self.names) as names:
+            found = capture(model, self.forward, call, self.device, names, distinct)
         constants = {name: t.contiguous() for name, t in found.constants.items()}
-        tensors = self.tensors | constants
+        tensors = (transfers.seen(self.tensors) if transfers else self.tensors) | constants
         planes = dict(self.planes)
         if constants:
             plane = f"constants{sum(map(len, self.captures.values())) or ''}.w"
@@ -365,7 +381,7 @@ class Compiled:
             schedule=program.schedule,
             bodies=bodies,
             weights={t.name: t.weights for t in program.templates},
-            layouts=dict(self.runtime.store.layouts),
+            layouts=self.runtime.store.layouts | (self.runtime.transfers.layouts if self.runtime.transfers else {}),
             grad_layouts={p: grad_layout(names, self.tensors) for p, names in program.planes.items()},
             residents={p: (f"r{i}", f"h{i}", f"o{i}") for i, p in enumerate(program.plan.resident)},
         )

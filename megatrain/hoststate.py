@@ -13,12 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.deferred import Home
-from megatrain.host import HostBuffer, Spec, dense_stride, layout_of
+from megatrain.host import HostBuffer, Spec, dense_stride, flat, layout_of
+from megatrain.transfer import Transfers
 
 Array = np.ndarray[Any, Any]
 Group = dict[str, Any]
 Numbers = dict[Any, Any]
 """A rule's constants by (group, step, factor)."""
+
+
+NOTHING: Array = np.empty(0, np.float32)
+NO_REMAINDER: Array = np.empty(0, np.int16)
+"""What stands for a moment, or a remainder, that there is not."""
 
 
 @dataclass(eq=False)
@@ -34,6 +40,22 @@ class Held:
     version: int
     """The parameter's version when its remainder was last right: a later write by somebody else makes it zero."""
 
+    def arrays(self, p: nn.Parameter, grad: Tensor) -> tuple[Array, ...]:
+        """weight, remainder, gradient and two moments, as flat arrays in the order of the parameter's memory."""
+        if grad.stride() != p.stride() or grad.dtype not in (torch.bfloat16, torch.float32):
+            grad = torch.empty_like(p, dtype=grad.dtype if grad.dtype == torch.bfloat16 else torch.float32).copy_(grad)
+        moments = [flat(m) for m in self.moments] + [NOTHING] * (2 - len(self.moments))
+        remainder = NO_REMAINDER if self.remainder is None else flat(self.remainder)
+        updates = self.home.updates()
+        assert updates is not None
+        return (updates.weight(self.home), remainder, flat(grad), *moments)
+
+    @property
+    def transfers(self) -> Transfers | None:
+        """The planes in another dtype that the parameter's is rounded into."""
+        updates = self.home.updates()
+        return updates.runtime.transfers if updates else None
+
 
 @dataclass
 class Work:
@@ -44,6 +66,8 @@ class Work:
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """(to, from) of what is on the host and is needed on the device."""
     parameters: list[nn.Parameter] = field(default_factory=list)
+    after: list[Callable[[], Any]] = field(default_factory=list)
+    """What is to be done when all is updated."""
     pinned: list[HostBuffer] = field(default_factory=list)
     """Memory that the device is to copy from and to."""
 
@@ -57,6 +81,8 @@ class Work:
                 to.copy_(source)
             for kernel, arrays in self.calls:
                 kernel(*arrays)
+            for copy in self.after:
+                copy()
         self.calls.clear()  # with the gradients
         self.copies.clear()
 

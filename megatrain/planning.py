@@ -15,7 +15,7 @@ from megatrain.stepping import HostOptimizer
 from megatrain.text import show_about
 
 CLASSES = ("weights", "gradients", "master", "moments", "activations", "updates", "values")
-"""Weights as they are computed with; gradients; what an fp32 master has beyond its bf16 weight; the optimizer's
+"""Weights, and their copies in the compute dtype; gradients; what an fp32 master has beyond its bf16 weight; the optimizer's
 moments; inputs of layers between forward and backward; slots that updates go through; what bodies make and need."""
 
 
@@ -73,6 +73,7 @@ def residency(compiled: Compiled) -> Residency:
             device[slot.role] += slot.bytes
     device["values"] = max(0, peak(found) - sum(device.values()))
     host["weights"] = sum(buffer.bytes for buffer in runtime.store.planes.values())
+    host["weights"] += sum(b.bytes for b in runtime.transfers.buffers.values()) if runtime.transfers else 0
     host["gradients"] = runtime.gradients.bytes + sum(b.bytes for b in runtime.rings.values())
     host["activations"] = sum(b.bytes for bs in runtime.free.values() for b in bs)
     host["activations"] += sum(b.bytes for frame in runtime.frames for b in frame.spilled.values())

@@ -39,7 +39,8 @@ class Rooms:
         whose trained parameters an optimizer with update="auto" holds."""
         c = self.compiled
         keeper = c.updates.keeper() if c.updates.keeper else None
-        if keeper is None or not c.budget or c.updates.rule or not device.able(c.device):
+        off = c.updates.rule or c.runtime.transfers or not device.able(c.device)
+        if keeper is None or not c.budget or off:
             return (), {}
         if self.resident is None or self.keeper != id(keeper):
             c.runtime.lanes.finish()

@@ -21,6 +21,7 @@ from megatrain.residence import Resident, Slots
 from megatrain.schedule import PAGE, Op, on_host, prev_of
 from megatrain.store import Store
 from megatrain.text import show_op
+from megatrain.transfer import Transfers
 
 TORCH = {short: dtype for dtype, short in DTYPES.items()}
 
@@ -45,6 +46,8 @@ class Runtime:
     def __init__(self, device: torch.device, lanes: Lanes, pin: bool):
         self.device, self.lanes, self.pin = device, lanes, pin
         self.store = Store({}, {})
+        self.transfers: Transfers | None = None
+        """The planes that go to the device in the place of the store's, where these have another dtype."""
         self.gradients = GradientPlanes(pin)
         self.unfilled = GradientPlanes()
         """For gradients that live on the device: memory that is taken only when somebody looks."""
@@ -182,7 +185,8 @@ class Runtime:
 
     def prefetch(self, op: Op, step: Step, frame: Frame) -> None:
         source = op.reads[0]
-        buffer = self.store.planes[source] if source in self.store.planes else frame.spilled[source]
+        planes = self.transfers.buffers if self.transfers and source in self.transfers.buffers else self.store.planes
+        buffer = planes[source] if source in planes else frame.spilled[source]
         self.slots[op.writes[0]][: step.size].copy_(buffer.flat[: step.size], non_blocking=True)
 
     def offload(self, op: Op, step: Step, frame: Frame) -> None:

@@ -20,15 +20,13 @@ from torch import Tensor, nn
 from megatrain import device, kernels
 from megatrain.clip import clip_factor, total_norm
 from megatrain.deferred import HOMES, Home, Land, Updates, quiet
-from megatrain.host import Layout, flat, gradient_dtype
+from megatrain.host import Layout, gradient_dtype
 from megatrain.hostbytes import check_room, state_bytes
 from megatrain.hoststate import Array, Group, Held, Numbers, State, Work, alias, state_plane
 from megatrain.keeping import Keeping
 from megatrain.streamed import Sharing
 
-NOTHING: Array = np.empty(0, np.float32)
 UPDATES = ("auto", "host", "device", "in-backward")
-NO_REMAINDER: Array = np.empty(0, np.int16)
 
 
 class HostOptimizer(Keeping, torch.optim.Optimizer):
@@ -227,11 +225,13 @@ class HostOptimizer(Keeping, torch.optim.Optimizer):
         step, zeroed = self.begun(p, held, foreign)
         work.zeroed += zeroed
         work.parameters.append(p)
-        arrays = self.arrays(p, held, grad)
+        arrays = held.arrays(p, grad)
         updates = held.home.updates()
         sharing = self.sharing(updates) if updates else None
         if sharing and sharing.share and sharing.where.type == "cuda":
             work.pinned += held.buffers
+        if transfers := held.transfers:
+            work.after.append(transfers.copies[held.home.name])
         constants = self.constants(group, step, factor, numbers)
         work.calls.append((sharing or kernels.call, (self.kernel(group), *arrays, constants)))
 
@@ -266,7 +266,10 @@ class HostOptimizer(Keeping, torch.optim.Optimizer):
         """Counts the parameter as written, by its own optimizer."""
         with quiet():
             torch.autograd.graph.increment_version(p)
-            self.held[p].version = p._version
+            held = self.held[p]
+            held.version = p._version
+            if transfers := held.transfers:
+                transfers.versions[held.home.name] = p._version
 
     def begun(self, p: nn.Parameter, held: Held, foreign: bool) -> tuple[int, list[Tensor]]:
         """The number of the step that begins, counted in the public state, which is made at the first, as torch does;
@@ -288,16 +291,6 @@ class HostOptimizer(Keeping, torch.optim.Optimizer):
             zeroed.append(held.remainder)
         state["step"] += 1
         return int(state["step"]), zeroed
-
-    def arrays(self, p: nn.Parameter, held: Held, grad: Tensor) -> tuple[Array, ...]:
-        """weight, remainder, gradient and two moments, as flat arrays in the order of the parameter's memory."""
-        if grad.stride() != p.stride() or grad.dtype not in (torch.bfloat16, torch.float32):
-            grad = torch.empty_like(p, dtype=grad.dtype if grad.dtype == torch.bfloat16 else torch.float32).copy_(grad)
-        moments = [flat(m) for m in held.moments] + [NOTHING] * (2 - len(held.moments))
-        remainder = NO_REMAINDER if held.remainder is None else flat(held.remainder)
-        updates = held.home.updates()
-        assert updates is not None
-        return (updates.weight(held.home), remainder, flat(grad), *moments)
 
     def issue(self, updates: Updates, works: Mapping[str, Work]) -> None:
         residents = updates.runtime.residents if self.keeps(updates) else {}
