@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatrain.fused import Pair
 from megatrain.program import BodySpec
@@ -24,7 +25,8 @@ class Kept:
     """A layer's autograd graph between its forward and its backward.  `weights` is set for the backward."""
 
     leaves: tuple[Tensor, ...] = ()
-    results: tuple[Tensor, ...] = ()
+    results: tuple[GradientEdge | None, ...] = ()
+    """Where a gradient of each result enters; the results themselves belong to whoever reads them."""
     weights: tuple[Tensor, ...] = ()
     bytes: int = 0
     """Device bytes it holds, where the runtime measures."""
@@ -63,7 +65,8 @@ class Body:
         with hooks:
             leaves, results = self.recorded(values, weights)
         if self.spec.keep:
-            kept.leaves, kept.results = tuple(leaves), tuple(results)
+            kept.leaves = tuple(leaves)
+            kept.results = tuple(get_gradient_edge(r) if r.requires_grad else None for r in results)
             extra.append(kept)
         return [r.detach() for r in results] + extra
 
@@ -111,15 +114,16 @@ class Body:
         if kept is None or plain:
             with restarted(self.device, state):
                 leaves, results = self.recorded(values, weights, plain)
+            entries = [r if r.requires_grad else None for r in results]
         else:
-            leaves, results = list(kept.leaves), kept.results
+            leaves, entries = list(kept.leaves), kept.results
             kept.weights = tuple(weights)
         count = len(self.needs)
-        outputs: list[Tensor] = []
+        outputs: list[Any] = []  # results, or where their gradients enter
         given: list[Tensor] = []
         for i, g in zip(self.spec.grads, grads, strict=True):
-            if g is not None and results[i].requires_grad:
-                outputs.append(results[i])
+            if g is not None and (entry := entries[i]) is not None:
+                outputs.append(entry)
                 given.append(g)
         so_far = dict(zip(self.spec.adds, adds, strict=True)) | {count + j: g for j, g in sums.items()}
         for i, g in so_far.items():

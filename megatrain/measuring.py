@@ -63,9 +63,12 @@ def tried(
     made, most, _ = bytes_of(lambda: body(specs["bwd"]).backward(values, weights, None, None, given, [], {}))
     workspace["bwd"] = most - fresh((*made[0], *made[1].values()))
     del made
-    held, most, kept = bytes_of(lambda: body(specs["fwd.keep"]).forward(values, weights, True))
-    workspace["fwd.keep"] = most - kept
+    before = torch.cuda.memory_allocated()
+    held, most, left = bytes_of(lambda: body(specs["fwd.keep"]).forward(values, weights, True))
+    workspace["fwd.keep"] = most - left
     graph = held[-1]
+    del held
+    kept = torch.cuda.memory_allocated() - before
     made, most, _ = bytes_of(lambda: body(specs["bwd.keep"]).backward(values, weights, graph, None, given, [], {}))
     workspace["bwd.keep"] = most - fresh((*made[0], *made[1].values()))
     return workspace, kept

@@ -3,6 +3,7 @@ fake ones.  Each storage is rounded up to 512 bytes, as CUDA's caching allocator
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -38,6 +39,11 @@ class Meter(TorchDispatchMode):
             size = -(-int(storage.nbytes()) // 512) * 512
             self.alive[storage._cdata] = (StorageWeakRef(storage), size)
             self.now += size
+
+    def bytes_of(self, tensors: Iterable[Any]) -> int:
+        """Bytes of the storages of these tensors that appeared inside."""
+        storages = {t.untyped_storage()._cdata for t in tensors if isinstance(t, torch.Tensor)}
+        return sum(size for key, (_, size) in self.alive.items() if key in storages)
 
     def collect(self) -> None:
         for key, (ref, size) in list(self.alive.items()):

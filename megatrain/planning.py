@@ -15,8 +15,9 @@ from megatrain.stepping import HostOptimizer
 from megatrain.text import show_about
 
 CLASSES = ("weights", "gradients", "master", "moments", "activations", "updates", "values")
-"""Weights, and their copies in the compute dtype; gradients; what an fp32 master has beyond its bf16 weight; the optimizer's
-moments; inputs of layers between forward and backward; slots that updates go through; what bodies make and need."""
+"""Weights, and their copies in the compute dtype; gradients; what an fp32 master has beyond its bf16 weight; the
+optimizer's moments; inputs of layers between forward and backward; slots that updates go through; what bodies make and
+need."""
 
 
 @dataclass(frozen=True)

@@ -237,7 +237,7 @@ class Runtime:
         }
         wider = {j: sums.pop(j) for j in list(sums) if sums[j].dtype != weights[j].dtype}
         call = partial(body.backward, values, weights, kept, state, grads, adds, sums)
-        known = [values, weights, grads, adds, list(sums.values()), kept.results if kept else ()]
+        known = [values, weights, grads, adds, list(sums.values())]
         made, trained = self.metered(call, frame, known)
         for name, g in zip(op.writes, made, strict=False):
             self.put(name, g, step, frame)
@@ -295,7 +295,7 @@ class Runtime:
             result = call()
         for made in result if isinstance(result, list) else ():
             if isinstance(made, Kept):
-                made.bytes = meter.now
+                made.bytes = meter.now - meter.bytes_of(result)  # results are counted as the values they are
         kept = sum(v.bytes for v in frame.values.values() if isinstance(v, Kept))
         held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors(frame.values)}
         slots = sum(t.numel() for t in self.slots.values())

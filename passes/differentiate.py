@@ -114,7 +114,7 @@ def _measured(
     forward = body(BodySpec(template.name, forward=True))
     with mode, Meter(known) as meter:
         results = forward.forward(values, weights, program.training)
-    workspace["fwd"] = meter.peak - _fresh(results, meter)
+    workspace["fwd"] = meter.peak - meter.bytes_of(results)
     flags: tuple[bool, ...] = (False,) * len(results)
     kept = 0
     if program.training and (any(needs) or any(trains)):
@@ -129,18 +129,20 @@ def _measured(
         spec = BodySpec(template.name, forward=False, grads=grads, wants=wants, trains=tuple(set(planes)))
         with mode, Meter([*known, *given]) as meter:
             made, _ = body(spec).backward(values, weights, None, None, given, [], {})
-        workspace["bwd"] = meter.peak - _fresh(made, meter)
+        workspace["bwd"] = meter.peak - meter.bytes_of(made)
         keeping = body(BodySpec(template.name, forward=True, keep=True))
         with mode, Meter(known) as meter:
             *out, graph = keeping.forward(values, weights, True)
         meter.collect()
-        kept = meter.now  # results that the graph saved are counted here too: they may die before it does
-        workspace["fwd.keep"] = max(0, meter.peak - kept)
+        workspace["fwd.keep"] = max(0, meter.peak - meter.now)
+        del out
+        meter.collect()
+        kept = meter.now  # with results that the graph saved: they may die as values before it does
         spec = BodySpec(template.name, forward=False, keep=True, grads=grads, wants=wants, trains=tuple(set(planes)))
-        with mode, Meter([*known, *given, *out]) as meter:
+        with mode, Meter([*known, *given]) as meter:
             made, _ = body(spec).backward(values, weights, graph, None, given, [], {})
-        workspace["bwd.keep"] = meter.peak - _fresh(made, meter)
-        del out, graph, made
+        workspace["bwd.keep"] = meter.peak - meter.bytes_of(made)
+        del graph, made
     seldom = _seldom(program, layer, results, flags)
     if (pair := pair_of(template, program.backend, seldom)) and device.type == "cuda":
         wants = tuple(i for i, n in enumerate(needs) if n)
@@ -168,9 +170,3 @@ def _seldom(program: Program, layer: Layer, results: list[Tensor], flags: tuple[
         return ()
     read = {n for other in program.layers for n in other.reads}
     return tuple(i for i, n in enumerate(layer.writes) if given[i] and results[i].dim() and n not in read)
-
-
-def _fresh(results: list[Tensor | None], meter: Meter) -> int:
-    """Bytes of the results whose storage was made inside the meter."""
-    storages = {r.untyped_storage()._cdata for r in results if r is not None}
-    return sum(size for key, (_, size) in meter.alive.items() if key in storages)
