@@ -128,6 +128,8 @@ class HostBuffer:
     def __init__(self, bytes: int, pin: bool = False) -> None:
         self.bytes = bytes
         self._unasked = bytes > 0
+        self.written = False
+        """Somebody has noted that there may be other values than zeros."""
         self._memory = anonymous_memory(bytes)
         self.flat = torch.from_numpy(self._memory)
         self.pinned = False

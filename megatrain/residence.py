@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from megatrain.host import Layout, norms
+from megatrain.host import HostBuffer, Layout, norms
 
 Slots = tuple[str, str, str]
 """Names of the slots of weights, gradients and state."""
@@ -41,6 +41,8 @@ class Resident:
     """Names of the parameters with a gradient here."""
     given: dict[str, Tensor] = field(default_factory=dict)
     """Host tensors that autograd was given for these gradients, and that are to be filled when somebody looks."""
+    buffers: list[HostBuffer] = field(default_factory=list)
+    """The memory of `given`: zeros, until these are filled."""
     parameters: list[nn.Parameter] = field(default_factory=list)
     """Those that are guarded."""
     landing: list[weakref.ref[Tensor]] = field(default_factory=list)
@@ -101,6 +103,9 @@ class Resident:
         for name, host in self.given.items():
             if name in self.has:
                 host.copy_(views[name])
+        for buffer in self.buffers:
+            buffer.written = True
+        self.buffers.clear()
         for t in self.handed():
             if type(t) is Landing:
                 object.__setattr__(t, "__class__", Tensor)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -152,6 +152,8 @@ class Running:
                 by_name |= {n: t for n, t in zip(names, tensors, strict=True) if n in frame.defined}
             for plane in executable.residents:
                 by_name |= self.resided(plane, executable, plane in filled)
+            if waiting := [p for p in executable.residents if p not in filled]:
+                torch.autograd.Variable._execution_engine.queue_callback(functools.partial(landed, c, waiting))  # type: ignore
         finally:
             frame.values.clear()
             frame.spilled.clear()
@@ -190,7 +192,11 @@ class Running:
         found: dict[str, Tensor] = {}
         if new:
             buffer, tensors = c.runtime.unfilled.take(f"{plane.removesuffix('.w')}.dw", layout)
-            settle = partial(c.updates.settle, plane)
+            if buffer.written:
+                buffer.flat.zero_()
+                buffer.written = False
+            resident.buffers.append(buffer)
+            settle = functools.partial(c.updates.settle, plane)
             for n, t, alias in zip(names, tensors, buffer.tensors(layout), strict=True):
                 if n in new:
                     found[n] = resident.land(n, t, alias, settle)
@@ -200,6 +206,21 @@ class Running:
         else:
             c.updates.guard(plane, [c.tensors[n] for n in names if n in resident.has])  # type: ignore[misc]
         return found
+
+
+def landed(c: Compiled, planes: Sequence[str]) -> None:
+    """A backward has ended that was given gradients of these planes to be filled, which are zeros until then.  Those
+    that autograd has added to others, of another forward or another loss, or copied, are added to what it made."""
+    for plane in planes:
+        resident = c.runtime.residents.get(plane)
+        for name in list(resident.given) if resident else ():
+            with quiet(), torch.no_grad():
+                grad = c.tensors[name].grad
+                if resident and grad is not None and not resident.holds_gradient(name, grad):
+                    if name in resident.has:
+                        grad.add_(resident.gradient_views[name].to(grad.device))
+                    resident.has.discard(name)
+                    resident.given.pop(name)
 
 
 def accumulates(p: Tensor) -> bool:

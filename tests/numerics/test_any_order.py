@@ -42,6 +42,16 @@ class User:
         if loss.requires_grad:
             loss.backward()
 
+    def backward_of_two(self, n: int) -> None:
+        loss = self.model(ids(n % 50)) + self.model(ids(n % 50 + 1))
+        if loss.requires_grad:
+            loss.backward()
+
+    def backward_with_a_penalty(self, n: int) -> None:
+        loss = self.model(ids(n % 50)) + 0.01 * self.parameter(n).square().sum()
+        if loss.requires_grad:
+            loss.backward()
+
     def step(self, n: int) -> None:
         self.opt.step()
 
