@@ -18,6 +18,7 @@ from megatrain.pipeline import Pass, pipeline
 from megatrain.planning import Residency, residency
 from megatrain.schedule import Schedule
 from megatrain.streams import StreamLanes
+from megatrain.text import show_about
 
 STATE = "_megatrain"
 BACKENDS = ("eager", "inductor")
@@ -86,7 +87,7 @@ def compile(
         budget = int((torch.cuda.mem_get_info(target)[0] + unused) * SHARE)
     size = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
     if host and size > host:
-        raise ValueError(f"host_memory={host_memory!r} is too small: the model alone takes {size / 2**30:.1f} GiB")
+        raise ValueError(f"host_memory={host_memory!r} is too small: the model alone takes {show_about(size)}")
     for p in model.parameters() if grad_dtype else ():
         if p.is_floating_point():
             p.grad_dtype = grad_dtype  # type: ignore[attr-defined]

@@ -86,6 +86,17 @@ class Body:
                 code = self.fused.kept if self.spec.keep else self.fused.whole
             return leaves, code(*inputs)
 
+    def entered(
+        self, values: Sequence[Tensor], weights: Sequence[Tensor], state: Tensor | None, plain: bool = False
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """(leaves, results that a gradient enters through) of a run that starts from the recorded generator state.
+
+        Compiled code knows no results without a gradient: it would give zeros to what only they lead to.  So where
+        not all of its results have one, or one has that it was compiled without, the code runs as it is (`plain`)."""
+        with restarted(self.device, state):
+            leaves, results = self.recorded(values, weights, plain)
+        return leaves, [r if r.requires_grad else None for r in results]
+
     def summed(self) -> list[int]:
         """Leaves that start from a sum of other layers' gradients: values in `adds`, trained weights of planes in
         `sums`. They pass through a node of their own, at which autograd adds their uses, last first, to the sum it
@@ -110,14 +121,14 @@ class Body:
 
         `sums` holds, for weights of planes in `spec.sums`, the gradient that later layers gave."""
         through = {i for i, g in zip(self.spec.grads, grads, strict=True) if g is not None}
-        plain = self.fused is not None and not through.isdisjoint(self.seldom)
-        if kept is None or plain:
-            with restarted(self.device, state):
-                leaves, results = self.recorded(values, weights, plain)
-            entries = [r if r.requires_grad else None for r in results]
-        else:
+        entries: Sequence[Any] = ()
+        if kept is not None:
             leaves, entries = list(kept.leaves), kept.results
             kept.weights = tuple(weights)
+        else:
+            leaves, entries = self.entered(values, weights, state)
+        if self.fused and through != {i for i, entry in enumerate(entries) if entry is not None}:
+            leaves, entries = self.entered(values, weights, state, plain=True)
         count = len(self.needs)
         outputs: list[Any] = []  # results, or where their gradients enter
         given: list[Tensor] = []

@@ -45,7 +45,7 @@ from megatrain.runtime import Runtime
 from megatrain.schedule import Schedule
 from megatrain.step import Running, Step
 from megatrain.store import adopt
-from megatrain.transfer import Transfers, casting
+from megatrain.transfer import Transfers, casting, without_gradients
 from megatrain.watching import global_hooks, transformed
 
 LOG = logging.getLogger("megatrain")
@@ -101,7 +101,7 @@ class Compiled:
         """Host bytes that the model and its optimizers may take; 0: what there is."""
         self.first, self.rest = split(passes)
         self.runtime = Runtime(device, lanes, pin=device.type == "cuda")
-        self.runtime.measure = settings.verify_level() == 2
+        self.runtime.measure = settings.verify_level() == 2 and backend == "eager"  # no compiled body runs in a meter
         self.captures: dict[Any, list[Made]] = {}
         self.reasons: list[str] = []
         self.schedules: dict[str, Schedule] = {}
@@ -307,7 +307,8 @@ class Compiled:
     def capture(self, model: nn.Module, call: Call, distinct: bool = True) -> Made:
         self.updates.settle_all()
         transfers = self.runtime.transfers
-        with casting(model, self.names, transfers.dtype) if transfers else nullcontext(self.names) as names:
+        naming = casting(model, self.names, transfers.dtype) if transfers else nullcontext(self.names)
+        with without_gradients(self.tensors), naming as names:
             found = capture(model, self.forward, call, self.device, names, distinct)
         constants = {name: t.contiguous() for name, t in found.constants.items()}
         tensors = (transfers.seen(self.tensors) if transfers else self.tensors) | constants

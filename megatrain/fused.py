@@ -53,9 +53,10 @@ class Fused:
             with torch._functorch.config.patch(activation_memory_budget=self.budget):  # type: ignore[attr-defined]
                 results = self.call(*operands)
         except Exception as error:
+            results = self.code(*operands)  # raises what is not the compiler's fault
             self.works = False
             LOG.warning("megatrain: a template runs uncompiled, because torch.compile fails on it: %s", brief(error))
-            return self.code(*operands)
+            return results
         self.known.add(mode)
         return results
 

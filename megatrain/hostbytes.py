@@ -9,6 +9,7 @@ from torch import nn
 
 from megatrain.deferred import HOMES, quiet
 from megatrain.host import gradient_dtype
+from megatrain.text import show_about
 
 
 def state_bytes(parameters: Iterable[nn.Parameter], moments: Sequence[str]) -> int:
@@ -27,9 +28,9 @@ def check_room(who: str, parameters: Sequence[nn.Parameter], moments: Sequence[s
     free = min([u.host_room() for u in owners if u], default=state + grads)
     if state + grads > free:
         what = ", ".join([f"fp32 {m}" for m in moments] + ["the rest of the fp32 master"])
-        what = f"{state / 2**30:.1f} for {what}" + (f", {grads / 2**30:.1f} for gradients" if grads else "")
+        what = f"{show_about(state)} for {what}" + (f", {show_about(grads)} for gradients" if grads else "")
         raise ValueError(
-            f"megatrain.{who} needs {(state + grads) / 2**30:.1f} GiB of host memory ({what}), and "
-            f"{free / 2**30:.1f} GiB are free\nuse a smaller model, an optimizer with less state (SGD, Lion), or "
+            f"megatrain.{who} needs {show_about(state + grads)} of host memory ({what}), and "
+            f"{show_about(max(0, free))} are free\nuse a smaller model, an optimizer with less state (SGD, Lion), or "
             "update='in-backward', which keeps few gradients"
         )

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 29
-"""Bytes of a chunk's logits in the layer's dtype: rows enough for matrix products at full speed."""
+from megatrain.meter import LOSS_CHUNK
+
+CHUNK = LOSS_CHUNK
+"""Bytes of a chunk's logits in the layer's dtype."""
 
 Shape = tuple[float, float]
 """(a, b): logits x become a x where b is 0, else b tanh(a x), before the loss."""
@@ -27,9 +29,13 @@ def shape_of(steps: str) -> Shape | None:
         capped = capped or kind == "tanh"
         if kind in ("mul", "div"):
             number = float(rest[0])
+            if not number:
+                return None
             factor = number if kind == "mul" else 1 / number
             before, after = (before, after * factor) if capped else (before * factor, after)
-    return (before, after) if capped else (before, 0.0)
+    if capped and not after:
+        return None
+    return (before, after if capped else 0.0)
 
 
 def slopes(logits: Tensor, target: Tensor, scale: Tensor, shape: Shape, ignore: int, out: Tensor | None) -> Tensor:

@@ -11,6 +11,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+LOSS_CHUNK = 1 << 29
+"""Bytes of a chunk's logits in `losses`: rows enough for matrix products at full speed."""
+
 
 class Meter(TorchDispatchMode):
     """Counts the bytes of storages that appear inside; `peak` is the most that were alive at once.
@@ -54,13 +57,17 @@ class Meter(TorchDispatchMode):
 
 def scratch(func: Any, args: Any) -> int:
     """Bytes that a kernel allocates for itself, by its own source: float32 gradients of the queries and expanded
-    gradients of keys and values in attention's backward, two sorted copies of the indices in embedding's."""
+    gradients of keys and values in attention's backward, two sorted copies of the indices in embedding's; a
+    chunk of logits and of their gradients in the fused loss, on the CPU in fp32 too."""
     name = str(func)
     if "attention" in name and "backward" in name and args[0].device.type == "cuda":
         query, key = args[1], args[2]
         heads = max(query.shape[1], 1)
         expanded = 2 * key.numel() // max(key.shape[1], 1) * heads * key.element_size()
         return 4 * query.numel() + 8 * query.numel() // max(query.shape[-1], 1) + expanded
+    if "linear_cross_entropy" in name:
+        rows, classes, size = args[0].numel() // args[0].shape[-1], args[1].shape[0], args[0].element_size()
+        return min(rows * classes, LOSS_CHUNK // size) * (2 * size + 16 * (args[0].device.type == "cpu"))
     if "embedding_dense_backward" in name and args[1].device.type == "cuda":
         return 6 * 8 * args[1].numel()
     return 0

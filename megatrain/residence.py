@@ -43,6 +43,8 @@ class Resident:
     """Host tensors that autograd was given for these gradients, and that are to be filled when somebody looks."""
     buffers: list[HostBuffer] = field(default_factory=list)
     """The memory of `given`: zeros, until these are filled."""
+    task: int = -1
+    """The run of autograd's engine that was last given gradients to be filled."""
     parameters: list[nn.Parameter] = field(default_factory=list)
     """Those that are guarded."""
     landing: list[weakref.ref[Tensor]] = field(default_factory=list)
@@ -102,7 +104,7 @@ class Resident:
         views = self.gradient_views
         for name, host in self.given.items():
             if name in self.has:
-                host.copy_(views[name])
+                host.add_(views[name].to(host.device))  # to zeros, or to what autograd has added there
         for buffer in self.buffers:
             buffer.written = True
         self.buffers.clear()

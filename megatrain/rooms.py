@@ -74,11 +74,13 @@ class Rooms:
         stepper = c.updates.stepper() if c.updates.stepper else None
         if stepper is not None and self.stepper != id(stepper):
             self.stepper = id(stepper)
-            self.waiting = max(0, self.host() - stepper.bytes()) // 2 if c.host_memory else 0
+            self.waiting = max(0, self.host()) // 2 if c.host_memory else 0
         return self.waiting if stepper is not None else 0
 
     def host(self) -> int:
         """Host bytes that are free, of those that the model may take."""
         c = self.compiled
         held = sum(buffer.bytes for buffer in c.runtime.store.planes.values())
+        held += sum(b.bytes for b in c.runtime.transfers.buffers.values()) if c.runtime.transfers else 0
+        held += sum(opt.bytes() for opt in c.updates.holders)
         return min(available(), c.host_memory - held) if c.host_memory else available()

@@ -111,6 +111,7 @@ class Running:
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{what} changed between this forward and its backward (a step in between?)\n"
                 "call backward before the step, or the model again after it"
+                + ("\nwith update='in-backward' each backward is a step: one forward at a time" if self.update else "")
             )
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -170,6 +171,8 @@ class Running:
         add them to others, or because (`partial`) not all go into `.grad`."""
         c = self.compiled
         resident = c.runtime.residents[plane]
+        if resident.task == engine_run() != -1 and not partial:  # another forward's, on their way to `.grad`
+            return False
         if resident.handed() or partial:
             c.updates.settle(plane)
         filled = partial
@@ -196,6 +199,7 @@ class Running:
                 buffer.flat.zero_()
                 buffer.written = False
             resident.buffers.append(buffer)
+            resident.task = engine_run()
             settle = functools.partial(c.updates.settle, plane)
             for n, t, alias in zip(names, tensors, buffer.tensors(layout), strict=True):
                 if n in new:
@@ -206,6 +210,11 @@ class Running:
         else:
             c.updates.guard(plane, [c.tensors[n] for n in names if n in resident.has])  # type: ignore[misc]
         return found
+
+
+def engine_run() -> int:
+    """The number of autograd's backward that runs in this thread; -1 where none does."""
+    return torch._C._current_graph_task_id()
 
 
 def landed(c: Compiled, planes: Sequence[str]) -> None:

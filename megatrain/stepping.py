@@ -130,7 +130,7 @@ class HostOptimizer(Keeping, torch.optim.Optimizer):
                 home = self.home(p)
                 planes.setdefault((id(home.updates()), home.plane), []).append(p)
         every = [p for ps in planes.values() for p in ps]
-        check_room(type(self).__name__, every, self.moments, self.update == "host")
+        check_room(type(self).__name__, every, self.moments, self.update in ("host", "device"))
         for kinds in {(p.dtype, gradient_dtype(p)) for p in every}:
             halves, slopes = (kind == torch.bfloat16 for kind in kinds)
             kernels.ready(*(self.kernel(g) for g in self.param_groups), halves=halves, half_gradients=slopes)

@@ -91,6 +91,22 @@ def like(p: Tensor, dtype: torch.dtype, device: torch.device | str) -> nn.Parame
 
 
 @contextmanager
+def without_gradients(tensors: Mapping[str, Tensor]) -> Generator[None, None, None]:
+    """Inside, tensors whose gradient has another dtype have none: tracing would give it to a copy that may not have
+    it."""
+    with quiet():
+        found = [(t, t.grad) for t in tensors.values() if t.grad is not None and t.grad.dtype != t.dtype]
+        for t, _ in found:
+            t.grad = None
+    try:
+        yield
+    finally:
+        with quiet():
+            for t, grad in found:
+                t.grad = grad
+
+
+@contextmanager
 def casting(model: nn.Module, names: Mapping[int, str], dtype: torch.dtype) -> Generator[dict[int, str], None, None]:
     """Inside, fp32 parameters of the model are others, of `dtype` and without values, for tracing; gives the names of
     all by their ids."""

@@ -150,9 +150,11 @@ def cross_entropies(
         most = new
     total = most + tl.log(total)
     valid = goal != ignore
-    at = tl.where(valid, goal, 0)
+    inside = (goal >= 0) & (goal < width)
+    at = tl.where(valid & inside, goal, 0)
     gold, _ = shaped(tl.load(logits + row * width + at).to(tl.float32), a, b, CAPPED)
-    tl.store(losses + row, tl.where(valid, total - gold, 0.0))
+    loss = tl.where(inside, total - gold, float("nan"))  # a target that is no class
+    tl.store(losses + row, tl.where(valid, loss, 0.0))
     if GRAD:
         factor = tl.where(valid, tl.load(scale), 0.0)
         for start in range(0, width, B):

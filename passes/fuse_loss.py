@@ -31,7 +31,7 @@ class FuseLoss(Pass):
 
     def apply(self, program: Program) -> Program:
         assert program.graph is not None
-        if program.backend == "eager":
+        if program.backend == "eager" or program.autocast:  # which would choose the dtype of the product
             return program
         module = copied(program.graph)
         for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.to.dtype):
@@ -69,7 +69,9 @@ def matched(loss: fx.Node) -> tuple[fx.Node, str] | None:
         return None
     operands: Any = node.args[:2]
     x, weight = (a.meta["val"] for a in operands)
-    if x.dtype != weight.dtype or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if x.dtype != weight.dtype or x.dtype not in (torch.bfloat16, torch.float32):
+        return None  # in fp16 gradients underflow that are not scaled yet
+    if given["target"].meta["val"].dtype != torch.int64:
         return None
     if node.meta["val"].shape[-1] != given["input"].meta["val"].shape[-1]:
         return None
@@ -80,13 +82,18 @@ def matched(loss: fx.Node) -> tuple[fx.Node, str] | None:
 
 def step_of(node: fx.Node) -> str | None:
     """What a node does to logits, as `losses.shape_of` reads it; empty for a new shape, None for anything else."""
-    kind = family(node)
+    kind = family(node) if isinstance(node.target, torch._ops.OpOverload) else ""
     if kind in SHAPES:
         return ""
     if kind in CASTS:
         return "float" if node.meta["val"].dtype == torch.float32 else None
     number = node.args[1] if len(node.args) > 1 else None
-    if kind in ("aten.mul", "aten.div") and isinstance(number, (int, float)) and len(node.args) == 2:
+    if (
+        kind in ("aten.mul", "aten.div")
+        and isinstance(number, (int, float))
+        and not node.kwargs
+        and len(node.args) == 2
+    ):
         return f"{kind.removeprefix('aten.')} {float(number)!r}"
     return "tanh" if kind == "aten.tanh" else None
 

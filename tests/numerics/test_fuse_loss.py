@@ -92,3 +92,55 @@ def test_a_cap_and_a_shift() -> None:
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-5)
     (made,) = next(iter(models[1].__dict__["_megatrain"].captures.values()))
     assert "div 5.0; tanh; mul 5.0" in str(made.program.templates[-1].graph.graph)
+
+
+def cross(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits, labels)
+
+
+LEFT: dict[str, Any] = {
+    "a rounded division": (lambda y, t: cross(torch.div(y, 0.5, rounding_mode="floor"), t), torch.float32, torch.int64),
+    "a cap of nothing": (lambda y, t: cross(torch.tanh(y) * 0, t), torch.float32, torch.int64),
+    "fp16": (lambda y, t: cross(y.float(), t), torch.float16, torch.int64),
+    "smoothing": (lambda y, t: nn.functional.cross_entropy(y, t, label_smoothing=0.1), torch.float32, torch.int64),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left_as_it_is(name: str) -> None:
+    loss, dtype, labels = LEFT[name]
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(50, 16), nn.Linear(16, 50, bias=False)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return loss(self.head(self.embed(x)).view(-1, 50), y.view(-1))
+
+    models: list[Any] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Head().to(dtype))
+    megatrain.compile(models[1], device="cpu", backend="inductor")
+    x = torch.randint(0, 50, (3, 7))
+    values = [m(x, x.to(labels)) for m in models]
+    (made,) = next(iter(models[1].__dict__["_megatrain"].captures.values()))
+    assert not any("linear_cross_entropy" in str(t.graph.graph) for t in made.program.templates)
+    torch.testing.assert_close(*values)
+    for v in values:
+        v.backward()
+    tolerance = 1e-2 if dtype == torch.float16 else 1e-5
+    for p, q in zip(*(m.parameters() for m in models), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=tolerance, atol=tolerance)
+
+
+def test_under_autocast_the_dtypes_are_those_of_eager() -> None:
+    eager = llama()
+    ours = megatrain.compile(llama(), device="cpu", backend="inductor")
+    found: list[Any] = []
+    for m in (eager, ours):
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(m(input_ids=ids(0), labels=ids(0)))
+    assert found[0].logits.dtype == found[1].logits.dtype == torch.bfloat16
+    torch.testing.assert_close(found[1].loss, found[0].loss, rtol=2e-2, atol=2e-2)

@@ -91,3 +91,12 @@ def test_a_weight_that_several_layers_use() -> None:
 def test_other_dtypes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^grad_dtype=torch.float16: there is torch.float32, or None"):
         megatrain.compile(Deep(), device="cpu", grad_dtype=torch.float16)
+
+
+def test_a_capture_while_there_are_gradients() -> None:
+    model = made()
+    model(x(0)).backward()
+    before = model.layers[0].weight.grad.clone()
+    with torch.no_grad():
+        model(x(1))
+    assert torch.equal(model.layers[0].weight.grad, before)

@@ -87,3 +87,33 @@ def test_what_does_not_compile_runs_as_it_is(monkeypatch: pytest.MonkeyPatch, ca
         loss.backward()
     torch.testing.assert_close(loss, llama()(input_ids=ids(0), labels=ids(0)).loss)
     assert any("because torch.compile fails on it: RuntimeError: no compiler" in r.message for r in caplog.records)
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.a, self.b = nn.Linear(16, 50), nn.Linear(16, 50)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.embed(x)
+        for layer in self.layers:
+            h = h + layer(h).tanh()
+        return nn.functional.cross_entropy(self.a(h), x), nn.functional.cross_entropy(self.b(h), x)
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_what_a_loss_does_not_reach_has_no_gradient(activations: str) -> None:
+    """Not zeros, with which an optimizer would decay it."""
+    torch.manual_seed(0)
+    eager = Heads()
+    passes = [p if p.name != "plan" else f"plan{{activations='{activations}'}}" for p in megatrain.DEFAULT_PASSES]
+    ours = megatrain.compile(copy.deepcopy(eager), device="cpu", backend="inductor", passes=passes)
+    for m in (eager, ours):
+        m(torch.arange(50))[0].backward()
+    assert eager.b.weight.grad is None and ours.b.weight.grad is None
+    for p, q in zip(eager.parameters(), ours.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        if p.grad is not None:
+            torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-6)

@@ -453,12 +453,12 @@ def test_what_there_is_not() -> None:
 def test_a_host_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is needed and for what, before it is taken."""
     message = (
-        r"^megatrain.AdamW needs 0.0 GiB of host memory \(0.0 for fp32 exp_avg, fp32 exp_avg_sq, the rest of the fp32 "
-        r"master, 0.0 for gradients\), and 0.0 GiB are free"
+        r"^megatrain.AdamW needs \S+ KiB of host memory \(\S+ KiB for fp32 exp_avg, fp32 exp_avg_sq, the rest of the "
+        r"fp32 master, \S+ KiB for gradients\), and \S+ K?i?B are free"
     )
     with pytest.raises(ValueError, match=message):
         megatrain.AdamW(compiled(host_memory="40KiB").parameters(), update="host")
-    with pytest.raises(ValueError, match=r"^host_memory='1KiB' is too small: the model alone takes 0.0 GiB"):
+    with pytest.raises(ValueError, match=r"^host_memory='1KiB' is too small: the model alone takes \S+ KiB"):
         compiled(host_memory="1KiB")
     model = compiled()
     monkeypatch.setattr("megatrain.rooms.available", lambda: 1000)
