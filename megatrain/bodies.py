@@ -47,8 +47,6 @@ class Body:
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
     fused: Pair | None = None
     """The code compiled; None: it runs as it is."""
-    seldom: tuple[int, ...] = ()
-    """Results through which compiled code carries no gradient back."""
 
     def forward(self, values: Sequence[Tensor], weights: Sequence[Tensor], grad: bool) -> list[Any]:
         """Results, then the generator state it began with (recomputed random bodies) or the kept graph."""
@@ -121,7 +119,6 @@ class Body:
 
         `sums` holds, for weights of planes in `spec.sums`, the gradient that later layers gave."""
         through = {i for i, g in zip(self.spec.grads, grads, strict=True) if g is not None}
-        entries: Sequence[Any] = ()
         if kept is not None:
             leaves, entries = list(kept.leaves), kept.results
             kept.weights = tuple(weights)

@@ -157,10 +157,14 @@ class Compiled:
                 f"there is a hook on all modules ({', '.join(kinds)}), which a captured graph would not call\n"
                 "remove it before the call, or put it on the modules that it is for"
             )
+        with self.lock:
+            return self.locked(model, self.bound(args, kwargs))
+
+    def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The call, with its tensors in the dtype that is computed with."""
         if self.runtime.transfers:
             args, kwargs = self.runtime.transfers.cast((args, kwargs))
-        with self.lock:
-            return self.locked(model, Call(self.signature, args, kwargs))
+        return Call(self.signature, args, kwargs)
 
     def checked(self, model: nn.Module) -> None:
         """Lays planes out again if a parameter or a module was replaced, or a parameter was given other memory."""
@@ -223,9 +227,7 @@ class Compiled:
 
     def prepare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Schedule:
         """Captures and schedules a call with these arguments, without running it."""
-        if self.runtime.transfers:
-            args, kwargs = self.runtime.transfers.cast((args, kwargs))
-        call = Call(self.signature, args, kwargs)
+        call = self.bound(args, kwargs)
         made, sizes = self.captured(model, call)
         s = self.executable(made, call, sizes, False, ()).schedule
         self.ran("train" if s.backward else "eval", s)
@@ -377,7 +379,7 @@ class Compiled:
             trains = d.trains or (False,) * len(t.weights)
             planes = tuple(p for p, _ in t.weights)
             pair = pair_of(t, program.backend, d.seldom)
-            bodies[name] = Body(spec, t.graph, needs, trains, planes, self.device, program.autocast, pair, d.seldom)
+            bodies[name] = Body(spec, t.graph, needs, trains, planes, self.device, program.autocast, pair)
         return Executable(
             schedule=program.schedule,
             bodies=bodies,

@@ -78,10 +78,6 @@ class Stepper(Protocol):
         """A backward begins: options that change from now on, and what is written from now on, are the next one's."""
         ...
 
-    def bytes(self) -> int:
-        """Host bytes of its state."""
-        ...
-
     def written(self, p: nn.Parameter) -> None:
         """The parameter is being updated: it counts as written from now on."""
         ...

@@ -15,9 +15,6 @@ from torch import Tensor
 from megatrain import kernels
 from megatrain.host import flat
 
-NOTHING: Sequence[np.ndarray[Any, Any]] = (np.empty(0, np.float32), np.empty(0, np.int16))
-"""A moment and a remainder that a rule does not have."""
-
 
 def able(device: torch.device) -> bool:
     """Whether updates can run on the device."""
@@ -44,6 +41,6 @@ def update(
     if w.device.type == "cuda":
         launcher()(rule, w, r, g, moments, constants)
         return
-    arrays = [flat(m) for m in moments] + [NOTHING[0]] * (2 - len(moments))
-    remainder = NOTHING[1] if r is None else flat(r)
+    arrays = [flat(m) for m in moments] + [kernels.NO_MOMENT] * (2 - len(moments))
+    remainder = kernels.NO_REMAINDER if r is None else flat(r)
     kernels.call(getattr(kernels, rule), flat(w), remainder, flat(g), *arrays, constants)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megatrain import kernels
 from megatrain.deferred import Home
 from megatrain.host import HostBuffer, Spec, dense_stride, flat, layout_of
 from megatrain.transfer import Transfers
@@ -20,11 +21,6 @@ Array = np.ndarray[Any, Any]
 Group = dict[str, Any]
 Numbers = dict[Any, Any]
 """A rule's constants by (group, step, factor)."""
-
-
-NOTHING: Array = np.empty(0, np.float32)
-NO_REMAINDER: Array = np.empty(0, np.int16)
-"""What stands for a moment, or a remainder, that there is not."""
 
 
 @dataclass(eq=False)
@@ -44,8 +40,8 @@ class Held:
         """weight, remainder, gradient and two moments, as flat arrays in the order of the parameter's memory."""
         if grad.stride() != p.stride() or grad.dtype not in (torch.bfloat16, torch.float32):
             grad = torch.empty_like(p, dtype=grad.dtype if grad.dtype == torch.bfloat16 else torch.float32).copy_(grad)
-        moments = [flat(m) for m in self.moments] + [NOTHING] * (2 - len(self.moments))
-        remainder = NO_REMAINDER if self.remainder is None else flat(self.remainder)
+        moments = [flat(m) for m in self.moments] + [kernels.NO_MOMENT] * (2 - len(self.moments))
+        remainder = kernels.NO_REMAINDER if self.remainder is None else flat(self.remainder)
         updates = self.home.updates()
         assert updates is not None
         return (updates.weight(self.home), remainder, flat(grad), *moments)

@@ -24,6 +24,9 @@ BLOCK = 1 << 13
 """Elements that `squares` adds up in one go; a fixed number, so that sums do not depend on the number of threads."""
 
 
+NO_MOMENT, NO_REMAINDER = np.empty(0, np.float32), np.empty(0, np.int16)
+"""What stands for a moment, or a remainder, that there is not."""
+
 TURN = threading.Lock()
 
 

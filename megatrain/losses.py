@@ -13,9 +13,6 @@ from torch import Tensor
 
 from megatrain.meter import LOSS_CHUNK
 
-CHUNK = LOSS_CHUNK
-"""Bytes of a chunk's logits in the layer's dtype."""
-
 Shape = tuple[float, float]
 """(a, b): logits x become a x where b is 0, else b tanh(a x), before the loss."""
 
@@ -80,7 +77,7 @@ def linear_cross_entropy(
     loss = torch.zeros((), device=x.device)
     shape = shape_of(steps)
     assert shape is not None, f"{steps}: no shape of logits"
-    size = max(128, CHUNK // (classes * x.element_size()) // 128 * 128)
+    size = max(128, LOSS_CHUNK // (classes * x.element_size()) // 128 * 128)
     for start in range(0, count, size):
         chunk = slice(start, min(start + size, count))
         made = out[chunk] if logits else x.new_empty((chunk.stop - start, classes))

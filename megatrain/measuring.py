@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,60 +19,56 @@ Needs = tuple[dict[str, int], int]
 """Workspace bytes by kind of body, as in `Derivative.workspace`, and the bytes that a kept graph holds."""
 
 
-def measured(
-    body: Callable[[BodySpec], Body],
-    specs: dict[str, BodySpec],
-    values: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    grads: Sequence[int],
-    training: bool,
-) -> Needs | None:
-    """Bytes of a template's bodies, `specs` by kind, on operands like these; None where the device has not the room to
-    try."""
-    device = next(t.device for t in (*values, *weights))
-    try:
-        with torch.cuda.device(device):
-            operands = [real(t) for t in values], [real(t) for t in weights]
-            tried(body, specs, *operands, grads, training)
-            return tried(body, specs, *operands, grads, training)
-    except torch.cuda.OutOfMemoryError:
-        LOG.info("megatrain: no room to measure %s; its bodies are estimated", specs["fwd"].template)
-        return None
-    finally:
-        torch.cuda.empty_cache()
+@dataclass(frozen=True)
+class Trial:
+    """A template's bodies on operands like `values` and `weights`: `specs` by kind, `grads` the results that a gradient
+    comes through."""
+
+    body: Callable[[BodySpec], Body]
+    specs: Mapping[str, BodySpec]
+    values: Sequence[Tensor]
+    weights: Sequence[Tensor]
+    grads: Sequence[int]
+    training: bool
+
+    def needs(self) -> Needs | None:
+        """Bytes of the bodies, once compiled; None where the device has not the room to try."""
+        try:
+            with torch.cuda.device(next(t.device for t in (*self.values, *self.weights))):
+                operands = [real(t) for t in self.values], [real(t) for t in self.weights]
+                self.run(*operands)
+                return self.run(*operands)
+        except torch.cuda.OutOfMemoryError:
+            LOG.info("megatrain: no room to measure %s; its bodies are estimated", self.specs["fwd"].template)
+            return None
+        finally:
+            torch.cuda.empty_cache()
+
+    def run(self, values: Sequence[Tensor], weights: Sequence[Tensor]) -> Needs:
+        body, specs = self.body, self.specs
+        workspace: dict[str, int] = {}
+        results, most, _ = bytes_of(lambda: body(specs["fwd"]).forward(values, weights, self.training))
+        workspace["fwd"] = most - fresh(results)
+        if "bwd" not in specs:
+            return workspace, 0
+        given = [torch.zeros_like(results[i]) for i in self.grads]
+        del results
+        made, most, _ = bytes_of(lambda: body(specs["bwd"]).backward(values, weights, None, None, given, [], {}))
+        workspace["bwd"] = most - fresh((*made[0], *made[1].values()))
+        del made
+        before = torch.cuda.memory_allocated()
+        held, most, left = bytes_of(lambda: body(specs["fwd.keep"]).forward(values, weights, True))
+        workspace["fwd.keep"] = most - left
+        graph = held[-1]
+        del held
+        kept = torch.cuda.memory_allocated() - before
+        made, most, _ = bytes_of(lambda: body(specs["bwd.keep"]).backward(values, weights, graph, None, given, [], {}))
+        workspace["bwd.keep"] = most - fresh((*made[0], *made[1].values()))
+        return workspace, kept
 
 
 def real(t: Tensor) -> Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).zero_()
-
-
-def tried(
-    body: Callable[[BodySpec], Body],
-    specs: dict[str, BodySpec],
-    values: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    grads: Sequence[int],
-    training: bool,
-) -> Needs:
-    workspace: dict[str, int] = {}
-    results, most, _ = bytes_of(lambda: body(specs["fwd"]).forward(values, weights, training))
-    workspace["fwd"] = most - fresh(results)
-    if "bwd" not in specs:
-        return workspace, 0
-    given = [torch.zeros_like(results[i]) for i in grads]
-    del results
-    made, most, _ = bytes_of(lambda: body(specs["bwd"]).backward(values, weights, None, None, given, [], {}))
-    workspace["bwd"] = most - fresh((*made[0], *made[1].values()))
-    del made
-    before = torch.cuda.memory_allocated()
-    held, most, left = bytes_of(lambda: body(specs["fwd.keep"]).forward(values, weights, True))
-    workspace["fwd.keep"] = most - left
-    graph = held[-1]
-    del held
-    kept = torch.cuda.memory_allocated() - before
-    made, most, _ = bytes_of(lambda: body(specs["bwd.keep"]).backward(values, weights, graph, None, given, [], {}))
-    workspace["bwd.keep"] = most - fresh((*made[0], *made[1].values()))
-    return workspace, kept
 
 
 def bytes_of(work: Callable[[], Any]) -> tuple[Any, int, int]:

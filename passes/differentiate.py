@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatrain.bodies import Body
 from megatrain.fused import Pair, pair_of
 from megatrain.graphs import evaluated
-from megatrain.measuring import measured
+from megatrain.measuring import Trial
 from megatrain.meter import Meter
 from megatrain.pipeline import Pass
 from megatrain.program import BodySpec, Derivative, Layer, Program, TemplateGraph, type_of
@@ -104,10 +104,17 @@ def _measured(
     planes = tuple(p for p, _ in template.weights)
     device = torch.device(program.device)
 
-    seldom: tuple[int, ...] = ()
-
     def body(spec: BodySpec, pair: Pair | None = None) -> Body:
-        return Body(spec, template.graph, needs, trains, planes, device, program.autocast, pair, seldom)
+        return Body(spec, template.graph, needs, trains, planes, device, program.autocast, pair)
+
+    def specs(grads: tuple[int, ...]) -> dict[str, BodySpec]:
+        """Those of all kinds, with gradients through these results."""
+        wants, trained = tuple(i for i, n in enumerate(needs) if n), tuple(set(planes))
+        found = {kind: BodySpec(template.name, forward=True, keep=kind != "fwd") for kind in ("fwd", "fwd.keep")}
+        for kind in ("bwd", "bwd.keep"):
+            keep = kind != "bwd"
+            found[kind] = BodySpec(template.name, forward=False, keep=keep, grads=grads, wants=wants, trains=trained)
+        return found
 
     known = [*values, *weights]
     workspace: dict[str, int] = {}
@@ -118,7 +125,6 @@ def _measured(
     flags: tuple[bool, ...] = (False,) * len(results)
     kept = 0
     if program.training and (any(needs) or any(trains)):
-        wants = tuple(i for i, n in enumerate(needs) if n)
         with mode:
             _, recorded = forward.recorded(values, weights)
         flags = tuple(bool(r.requires_grad) for r in recorded)
@@ -126,35 +132,27 @@ def _measured(
         grads = tuple(i for i, f in enumerate(flags) if f)
         with mode:
             given = [torch.empty_like(results[i]) for i in grads]
-        spec = BodySpec(template.name, forward=False, grads=grads, wants=wants, trains=tuple(set(planes)))
+        kinds = specs(grads)
         with mode, Meter([*known, *given]) as meter:
-            made, _ = body(spec).backward(values, weights, None, None, given, [], {})
+            made, _ = body(kinds["bwd"]).backward(values, weights, None, None, given, [], {})
         workspace["bwd"] = meter.peak - meter.bytes_of(made)
-        keeping = body(BodySpec(template.name, forward=True, keep=True))
         with mode, Meter(known) as meter:
-            *out, graph = keeping.forward(values, weights, True)
+            *out, graph = body(kinds["fwd.keep"]).forward(values, weights, True)
         meter.collect()
         workspace["fwd.keep"] = max(0, meter.peak - meter.now)
         del out
         meter.collect()
         kept = meter.now  # with results that the graph saved: they may die as values before it does
-        spec = BodySpec(template.name, forward=False, keep=True, grads=grads, wants=wants, trains=tuple(set(planes)))
         with mode, Meter([*known, *given]) as meter:
-            made, _ = body(spec).backward(values, weights, graph, None, given, [], {})
+            made, _ = body(kinds["bwd.keep"]).backward(values, weights, graph, None, given, [], {})
         workspace["bwd.keep"] = meter.peak - meter.bytes_of(made)
         del graph, made
     seldom = _seldom(program, layer, results, flags)
     if (pair := pair_of(template, program.backend, seldom)) and device.type == "cuda":
-        wants = tuple(i for i, n in enumerate(needs) if n)
         grads = tuple(i for i, f in enumerate(flags) if f and i not in seldom)
-        specs = {"fwd": BodySpec(template.name, forward=True)}
-        for kind in ("bwd", "bwd.keep") if "bwd" in workspace else ():
-            keep = kind == "bwd.keep"
-            specs[kind] = BodySpec(
-                template.name, forward=False, keep=keep, grads=grads, wants=wants, trains=tuple(set(planes))
-            )
-            specs["fwd.keep"] = BodySpec(template.name, forward=True, keep=True)
-        found = measured(lambda spec: body(spec, pair), specs, values, weights, grads, program.training)
+        kinds = specs(grads) if "bwd" in workspace else {"fwd": forward.spec}
+        trial = Trial(lambda spec: body(spec, pair), kinds, values, weights, grads, program.training)
+        found = trial.needs()
         workspace, kept = found or (workspace, kept)
     if device.type == "cuda":
         workspace = {kind: size + RESERVE for kind, size in workspace.items()}

@@ -27,7 +27,7 @@ STEPS: dict[str, Any] = {
 @pytest.mark.parametrize("steps", STEPS)
 def test_loss_logits_and_gradients(steps: str, mean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks of 128 rows, with rows that are left out, and a gradient for the logits too."""
-    monkeypatch.setattr(losses, "CHUNK", 0)
+    monkeypatch.setattr(losses, "LOSS_CHUNK", 0)
     torch.manual_seed(0)
     x, w = torch.randn(3, 100, 16, dtype=torch.float64), torch.randn(50, 16, dtype=torch.float64)
     target = torch.randint(0, 50, (300,))
