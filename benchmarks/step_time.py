@@ -28,7 +28,7 @@ import megatrain
 from megatrain.stepping import HostOptimizer
 
 SHAPES: dict[str, dict[str, Any]] = {}
-"""Qwen2's public configurations by parameters, deeper ones of 7.62b, and one for trying this script out."""
+"""Qwen2's public configurations by parameters, deeper ones of 7.62b and of 1.5b, and one for trying this script out."""
 
 for line in [
     "",
@@ -38,6 +38,9 @@ for line in [
     "7.62b  3584  28  28  4  18944  152064  no",
     "8.55b  3584  32  28  4  18944  152064  no",
     "10.2b  3584  39  28  4  18944  152064  no",
+    "14.8b  5120  48  40  8  13824  152064  no",
+    "deep28   1536  28   12  2  8960  151936  yes",
+    "deep112  1536  112  12  2  8960  151936  yes",
     "",
 ][1:-1]:
     name, *numbers, tied = line.split()
@@ -123,7 +126,7 @@ def measured(system: str, args: argparse.Namespace, tokens: list[torch.Tensor]) 
         ids = tokens[0][: args.batch]
         megatrain.compile(
             model, device=args.device, memory=args.memory, host_memory=args.host_memory, backend=args.backend,
-            example=dict(input_ids=ids, labels=ids),
+            skip_logits=args.skip_logits, example=dict(input_ids=ids, labels=ids),
         )  # fmt: skip
         optimizer = megatrain.AdamW(model.parameters(), lr=1e-5, max_grad_norm=args.clip or None, update=args.update)
     row["prepare_s"] = round(time.perf_counter() - start, 1)
@@ -167,8 +170,12 @@ def busy(
     lanes.finish()
     lanes.trace = None
     found: dict[str, float] = {}
-    for _, lane, start, end in trace:
+    by_op: dict[str, list[float]] = {}
+    for label, lane, start, end in trace:
         found[lane] = found.get(lane, 0) + (end - start) / 3
+        if lane == "compute":
+            by_op.setdefault(label, []).append(1000 * (end - start))
+    print("compute, ms:", " ".join(f"{label} {statistics.median(ms):.1f}" for label, ms in by_op.items()), flush=True)
     return {lane: round(seconds, 3) for lane, seconds in sorted(found.items())}
 
 
@@ -185,6 +192,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--backend", default=None, help="megatrain's backend=")
     parser.add_argument("--host-memory", default=None, help="host bytes for megatrain; all that is free unless given")
+    parser.add_argument("--skip-logits", action="store_true", help="megatrain's skip_logits=")
     parser.add_argument("--trace", action="store_true", help="also tell for how long each of megatrain's lanes is busy")
     parser.add_argument("--show", action="store_true", help="print the schedule")
     parser.add_argument("--systems", default="megatrain,plain")

@@ -13,7 +13,7 @@ from torch import nn
 from megatrain import settings
 from megatrain.compiled import Compiled, Stats
 from megatrain.lanes import ThreadLanes
-from megatrain.passes import DEFAULT
+from megatrain.passes import DEFAULT, FuseLoss
 from megatrain.pipeline import Pass, pipeline
 from megatrain.planning import Residency, residency
 from megatrain.schedule import Schedule
@@ -39,6 +39,7 @@ def compile(
     grad_dtype: torch.dtype | None = None,
     backend: str | None = None,
     passes: Sequence[Pass | str | Callable[..., Any]] | None = None,
+    skip_logits: bool = False,
     example: Any = None,
 ) -> M:
     """Routes `model`'s forward through compiled schedules, in place, and returns `model`.
@@ -54,8 +55,10 @@ def compile(
     `grad_dtype=torch.float32` gradients of bf16 and fp16 parameters leave the layer that makes them in fp32, are added
     up so, and `.grad` is fp32, as with torch's `Tensor.grad_dtype`, which it sets.  `passes` is the whole
     pipeline, `megatrain.DEFAULT_PASSES` unless given; a plain `fn(GraphModule) -> GraphModule` in it is run on the
-    captured graph.  `backend="eager"` runs templates with PyTorch's own kernels: the same bits as eager.
-    `backend="inductor"` compiles them with `torch.compile`, once for a shape: faster, and equal within rounding.
+    captured graph.  `skip_logits=True` drops the logits of which the model makes its loss: they are None among its
+    results, and with backend "inductor" nobody ever holds them.  `backend="eager"` runs templates with PyTorch's own
+    kernels: the same bits as eager.  `backend="inductor"` compiles them with `torch.compile`, once for a shape: faster,
+    and equal within rounding.
 
     Compiling a compiled model again returns it; with other options it is an error.  Raises ValueError on a model with
     parameters on meta, an unknown device, size, backend or pass; the first call raises CaptureError for a model that
@@ -67,6 +70,10 @@ def compile(
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"megatrain.compile takes a torch.nn.Module, not {type(model).__name__}")
     made = pipeline(DEFAULT if passes is None else passes)
+    if skip_logits:
+        if not any(isinstance(p, FuseLoss) for p in made):
+            raise ValueError("skip_logits=True: the pass that drops them, fuse_loss, is not among the passes")
+        made = tuple(FuseLoss(skip_logits=True) if isinstance(p, FuseLoss) else p for p in made)
     host = settings.parse_bytes(host_memory, "host_memory")
     if compute_dtype not in (None, torch.bfloat16, torch.float16):
         raise ValueError(f"compute_dtype={compute_dtype}: there is torch.bfloat16, torch.float16, or None")

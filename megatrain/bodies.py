@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatrain.fused import Pair
+from megatrain.fused import Fused, Pair
 from megatrain.program import BodySpec
 
 
@@ -68,31 +68,24 @@ class Body:
             extra.append(kept)
         return [r.detach() for r in results] + extra
 
-    def recorded(
-        self, values: Sequence[Tensor], weights: Sequence[Tensor], plain: bool = False
-    ) -> tuple[list[Tensor], Sequence[Tensor]]:
-        """(leaves, results) of a run with autograd on, of the code as it is if `plain`; a leaf for each value and
-        weight."""
+    def recorded(self, values: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[list[Tensor], Sequence[Tensor]]:
+        """(leaves, results) of a run with autograd on; a leaf for each value and weight."""
         flags = (*self.needs, *self.trains)
         with torch.enable_grad(), self.casting():
             leaves = [t.detach().requires_grad_(f) for t, f in zip((*values, *weights), flags, strict=True)]
             inputs = list(leaves)
             for i in self.summed():
                 inputs[i] = leaves[i] = leaves[i].view_as(leaves[i])
-            code: Any = self.code
-            if self.fused and not plain:
-                code = self.fused.kept if self.spec.keep else self.fused.whole
+            code: Any = self.fused.kept if self.fused and self.spec.forward else self.code
             return leaves, code(*inputs)
 
     def entered(
-        self, values: Sequence[Tensor], weights: Sequence[Tensor], state: Tensor | None, plain: bool = False
+        self, values: Sequence[Tensor], weights: Sequence[Tensor], state: Tensor | None
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """(leaves, results that a gradient enters through) of a run that starts from the recorded generator state.
-
-        Compiled code knows no results without a gradient: it would give zeros to what only they lead to.  So where
-        not all of its results have one, or one has that it was compiled without, the code runs as it is (`plain`)."""
+        """(leaves, results that a gradient enters through) of a run that starts from the recorded generator state, of
+        the code as it is."""
         with restarted(self.device, state):
-            leaves, results = self.recorded(values, weights, plain)
+            leaves, results = self.recorded(values, weights)
         return leaves, [r if r.requires_grad else None for r in results]
 
     def summed(self) -> list[int]:
@@ -118,33 +111,39 @@ class Body:
         """(gradients of the values in `wants`, gradient of each trained weight by its index); None where there is none.
 
         `sums` holds, for weights of planes in `spec.sums`, the gradient that later layers gave."""
-        through = {i for i, g in zip(self.spec.grads, grads, strict=True) if g is not None}
-        if kept is not None:
-            leaves, entries = list(kept.leaves), kept.results
-            kept.weights = tuple(weights)
-        else:
-            leaves, entries = self.entered(values, weights, state)
-        if self.fused and through != {i for i, entry in enumerate(entries) if entry is not None}:
-            leaves, entries = self.entered(values, weights, state, plain=True)
+        through = tuple(i for i, g in zip(self.spec.grads, grads, strict=True) if g is not None)
+        given = [g for g in grads if g is not None]
         count = len(self.needs)
-        outputs: list[Any] = []  # results, or where their gradients enter
-        given: list[Tensor] = []
-        for i, g in zip(self.spec.grads, grads, strict=True):
-            if g is not None and (entry := entries[i]) is not None:
-                outputs.append(entry)
-                given.append(g)
-        so_far = dict(zip(self.spec.adds, adds, strict=True)) | {count + j: g for j, g in sums.items()}
-        for i, g in so_far.items():
-            if g is None:
-                continue
-            outputs.append(leaves[i])
-            given.append(g)
         trained = [j for j, f in enumerate(self.trains) if f and self.planes[j] in self.spec.trains]
-        targets = [leaves[i] for i in self.spec.wants] + [leaves[count + j] for j in trained]
-        if not outputs or not targets:
-            return [so_far.get(i) for i in self.spec.wants], {j: sums.get(j) for j in trained}
-        found = torch.autograd.grad(outputs, targets, given, allow_unused=True)
-        return list(found[: len(self.spec.wants)]), dict(zip(trained, found[len(self.spec.wants) :], strict=True))
+        so_far = dict(zip(self.spec.adds, adds, strict=True)) | {count + j: g for j, g in sums.items()}
+        targets = (*self.spec.wants, *(count + j for j in trained))
+        same = kept is not None and set(through) == {i for i, entry in enumerate(kept.results) if entry is not None}
+        found: list[Tensor | None] = [so_far.get(i) for i in targets]
+        if not targets or not through:
+            pass
+        elif self.fused and not same and (code := self.derivative([*values, *weights], through, targets)):
+            with torch.no_grad():
+                found = [_plus(*both) for both in zip(code(*values, *weights, *given), found, strict=True)]
+        else:
+            if kept is not None and (same or not self.fused):
+                leaves, entries = list(kept.leaves), kept.results
+                kept.weights = tuple(weights)
+            else:
+                leaves, entries = self.entered(values, weights, state)
+            entering = [(entries[i], g) for i, g in zip(through, given, strict=True)]
+            entering += [(leaves[i], g) for i, g in so_far.items()]
+            entering = [(entry, g) for entry, g in entering if entry is not None and g is not None]
+            if entering:
+                outputs, gradients = zip(*entering, strict=True)
+                wanted = [leaves[i] for i in targets]
+                found = list(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True))
+        return found[: len(self.spec.wants)], dict(zip(trained, found[len(self.spec.wants) :], strict=True))
+
+    def derivative(self, operands: Sequence[Tensor], through: Sequence[int], targets: Sequence[int]) -> Fused | None:
+        """What gives, compiled, the gradients of the operands in `targets`, where there is such code."""
+        assert self.fused is not None
+        with self.casting():
+            return self.fused.derivative(operands, (*self.needs, *self.trains), through, targets)
 
     @contextmanager
     def casting(self) -> Generator[None, None, None]:
@@ -153,6 +152,10 @@ class Body:
             for kind, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
             yield
+
+
+def _plus(made: Tensor | None, so_far: Tensor | None) -> Tensor | None:
+    return so_far if made is None else made if so_far is None else made + so_far
 
 
 def _raise(_: Any) -> Tensor:

@@ -22,7 +22,7 @@ def total_norm(given: Iterable[tuple[nn.Parameter, Tensor]]) -> Tensor:
     for p, grad in given:
         home = HOMES.get(p)
         updates = home.updates() if home else None
-        noted = updates.noted(grad) if updates else None
+        noted = updates.norms.square(grad) if updates else None
         if noted is None:
             work = partial(
                 kernels.call, kernels.squares, flat(grad.contiguous().float() if grad.dtype == torch.float16 else grad)

@@ -202,8 +202,10 @@ class Compiled:
         else:
             with torch.no_grad():
                 results = step.forward()
-        structure = made.capture.structure
-        return structure.rebuild(list(results), call.tensors, self.tensors, sizes)
+        found: list[Tensor | None] = list(results)
+        for i in program.skipped:
+            found.insert(i, None)
+        return made.capture.structure.rebuild(found, call.tensors, self.tensors, sizes)
 
     def refresh(self, executable: Executable, program: Program) -> None:
         """What was written on the host of what the program reads goes to the planes that live on the device."""

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatrain.emission import update_ops
 from megatrain.lanes import Ticket
+from megatrain.noted import Noted
 from megatrain.schedule import Op, Schedule
 
 if TYPE_CHECKING:
@@ -124,8 +125,7 @@ class Updates:
         """A backward has updated parameters, and its optimizer's `step()` has not been called yet."""
         self.broken = False
         """A backward that updates parameters has failed half-way."""
-        self._norms: dict[int, tuple[Tensor, int, int]] = {}
-        self._read: dict[int, list[float]] = {}
+        self.norms = Noted(runtime)
         self._ops: dict[tuple[str, ...], tuple[Op, ...]] = {}
 
     @property
@@ -191,25 +191,6 @@ class Updates:
         if schedule is not self.schedule:
             self.schedule = schedule
             self._ops.clear()
-
-    def note(self, plane: str, gradients: Sequence[Tensor | None]) -> None:
-        """The backward has made the gradients of a plane, in the order of their layout (None: not this one)."""
-        norms = self.runtime.norms.get(plane)
-        for i, g in enumerate(gradients):
-            if g is not None and norms is not None:
-                self._norms[g.data_ptr()] = norms, i, g._version
-        self._read.clear()
-
-    def noted(self, gradient: Tensor) -> float | None:
-        """The square of the gradient's norm, if it is as the backward made it."""
-        norms, i, version = self._norms.get(gradient.data_ptr(), (None, 0, 0))
-        if norms is None or version != gradient._version:
-            return None
-        if id(norms) not in self._read:  # one copy for all planes
-            every = list({id(n): n for n, _, _ in self._norms.values()}.values())
-            values = iter(torch.cat(every).double().square().tolist())
-            self._read = {id(n): [next(values) for _ in range(n.numel())] for n in every}
-        return self._read[id(norms)][i]
 
     def weight(self, home: Home) -> np.ndarray[Any, Any]:
         """The parameter's memory, flat; bf16 as uint16."""

@@ -216,7 +216,7 @@ def _body(
 
 
 def _backward(e: _Emitter, spilled: dict[str, str]) -> tuple[tuple[Op, ...], tuple[Value, ...], tuple[str, ...]]:
-    program = e.program
+    program, resident = e.program, e.program.plan.resident
     given = _given(program)
     active = _active(program, given)
     readers: dict[str, list[str]] = {}
@@ -268,6 +268,7 @@ def _backward(e: _Emitter, spilled: dict[str, str]) -> tuple[tuple[Op, ...], tup
         trained = _trained(program, layer)
         again = [p for p in trained if p in summed]
         old = [summed[p] for p in again]
+        into: list[str] = []
         gslots: list[str] = []
         leaving: list[Op] = []
         ring, others = _ring(layer, program), 0
@@ -275,6 +276,9 @@ def _backward(e: _Emitter, spilled: dict[str, str]) -> tuple[tuple[Op, ...], tup
             size = program.grad_bytes[p]
             if users[p] > 1:
                 slot = summed.setdefault(p, f"s{len(summed)}")
+            elif p in resident:
+                into.append(p)
+                slot = f"h{resident.index(p)}"
             elif p == ring:
                 slot = f"g{e.turn['g'] % 2}"
                 e.turn["g"] += 1
@@ -282,10 +286,13 @@ def _backward(e: _Emitter, spilled: dict[str, str]) -> tuple[tuple[Op, ...], tup
                 slot = f"v{others}"
             suffix = "" if p == ring or (not ring and not others) else f"_{others}"
             others += p != ring
-            gslots.append(_slot(e, slot, "gradients", size))
             left[p] -= 1
-            if not left[p] and p in program.plan.resident:
-                home = f"h{program.plan.resident.index(p)}"
+            if p in into:
+                gslots.append(slot)
+                continue
+            gslots.append(_slot(e, slot, "gradients", size))
+            if not left[p] and p in resident:
+                home = f"h{resident.index(p)}"
                 leaving.append(Op(_label("acc", layer.label + suffix), "compute", (slot, home), (home,), "gradients"))
             elif not left[p]:
                 plane = _landing(e, p, p == ring)
@@ -299,7 +306,7 @@ def _backward(e: _Emitter, spilled: dict[str, str]) -> tuple[tuple[Op, ...], tup
         inputs: list[Type] = ([d.kept] if keep else []) + list(d.reads)
         state = not keep and _random(program, layer)
         types = [d.writes[i] for i in graded] + [d.reads[i] for i in adds]
-        after: list[Type] = ([0] if state else []) + types + [program.grad_bytes[p] for p in again]
+        after: list[Type] = ([0] if state else []) + types + [program.grad_bytes[p] for p in again + into]
         outputs: list[Type] = [d.reads[i] for i in wants] + [program.grad_bytes[p] for p in trained]
         index = layer.planes.index
         spec = BodySpec(
@@ -309,13 +316,15 @@ def _backward(e: _Emitter, spilled: dict[str, str]) -> tuple[tuple[Op, ...], tup
             grads=graded,
             adds=adds,
             sums=tuple(map(index, again)),
+            into=tuple(map(index, into)),
             wants=wants,
             trains=tuple(map(index, trained)),
             state=state,
         )
+        homes = [f"h{resident.index(p)}" for p in into]
         call = _body(e, layer, spec, "bwd.keep" if keep else "bwd", inputs, outputs, after)
         reads = ([f"k_{layer.label}"] if keep else []) + [place.get(n, n) for n in layer.reads] + slots
-        reads += ([f"rng_{layer.label}"] if state else []) + upstream + before + old
+        reads += ([f"rng_{layer.label}"] if state else []) + upstream + before + old + homes
         ops.append(Op(_label("bwd", layer.label), "compute", tuple(reads), tuple(results + gslots), call))
         ops += leaving
     ops += [late[p] for p in used_planes(program) if p in late]

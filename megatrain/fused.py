@@ -1,8 +1,9 @@
 """Templates compiled by inductor (backend "inductor"): one graph for one shape, through `torch.compile`.
 
-A layer that is recomputed keeps nothing of its forward, so that its forward is compiled for inference; its backward
-runs a forward that saves everything, and then the derivative.  A layer that keeps its graph saves what is best to keep
-in `KEPT` of the memory that saving everything takes: what AOTAutograd's min-cut partitioner finds.
+A layer that is recomputed keeps nothing of its forward, so that its forward is compiled for inference; its backward is
+one graph, forward and derivative (AOTAutograd's joint graph), from which goes whatever no gradient needs: the last
+product of a layer, say.  A layer that keeps its graph saves what is best to keep in `KEPT` of the memory that saving
+everything takes: what AOTAutograd's min-cut partitioner finds.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx
+from torch._functorch.aot_autograd import aot_export_joint_simple
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain.program import TemplateGraph
 
@@ -69,10 +72,52 @@ def brief(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Pair:
-    """A template's code for bodies that save everything or nothing, and for those that keep."""
+    """A template's code, compiled for bodies that save nothing and for those that keep."""
 
+    code: fx.GraphModule
     whole: Fused
     kept: Fused
+    derived: dict[Any, Fused | None] = field(default_factory=dict)
+
+    def derivative(
+        self, operands: Sequence[Tensor], flags: Sequence[bool], through: Sequence[int], targets: Sequence[int]
+    ) -> Fused | None:
+        """What gives the gradients of the operands in `targets` (None where there is none), from the operands and the
+        gradients of the results in `through`; operands have a gradient where `flags` say so.  None where AOTAutograd
+        makes no joint graph of the code."""
+        key = (tuple(flags), tuple(through), tuple(targets))
+        if key not in self.derived:
+            code = derivative_of(self.code, operands, *key)
+            self.derived[key] = Fused(code, 1.0) if code else None
+        return self.derived[key]
+
+
+def derivative_of(
+    code: fx.GraphModule,
+    operands: Sequence[Tensor],
+    flags: Sequence[bool],
+    through: Sequence[int],
+    targets: Sequence[int],
+) -> fx.GraphModule | None:
+    """See `Pair.derivative`: the joint graph, without what only the results need."""
+
+    def chosen(*inputs: Tensor) -> tuple[Tensor, ...]:
+        results = code(*inputs)
+        return tuple(results[i].clone() for i in through)  # no result may be an operand
+
+    try:
+        with FakeTensorMode() as mode, torch.enable_grad():
+            fakes = [mode.from_tensor(t.detach()).requires_grad_(f) for t, f in zip(operands, flags, strict=True)]
+        joint: Any = aot_export_joint_simple(chosen, tuple(fakes), trace_joint=True)
+    except Exception as error:
+        LOG.info("megatrain: a template is differentiated at each call: %s", brief(error))
+        return None
+    output = joint.graph.output_node()
+    gradients = output.args[0][len(through) :]
+    output.args = (tuple(gradients[i] for i in targets),)
+    joint.graph.eliminate_dead_code()
+    joint.recompile()
+    return joint
 
 
 PAIRS: WeakKeyDictionary[fx.GraphModule, Pair] = WeakKeyDictionary()
@@ -88,7 +133,9 @@ def pair_of(template: TemplateGraph, backend: str, seldom: Sequence[int]) -> Pai
         return None
     if code not in PAIRS:
         cut = without_gradient(code, seldom)
-        PAIRS[code] = Pair(Fused(cut, 1.0), Fused(cut, KEPT))
+        made = torch.ops.megatrain.linear_cross_entropy.default  # makes its gradients with its result: never run twice
+        kept = 1.0 if any(n.target is made for n in code.graph.nodes) else KEPT
+        PAIRS[code] = Pair(code, Fused(cut, 1.0), Fused(cut, kept))
     return PAIRS[code]
 
 

@@ -104,10 +104,10 @@ class BodySpec:
     """What one body of a template is called with, beside its name in the schedule.
 
     Operands are, in order: the kept graph (a backward with `keep`), the template's values, its planes, the generator
-    state (a backward with `state`), the gradients of the results in `grads`, the sums so far of the
-    gradients of the values in `adds`, the gradient slots of the planes in `sums` (added into).  Results are: the
-    template's results and then the generator state or the kept graph (forward), or the gradients of the values in
-    `wants` and the gradient slots of the planes in `trains` (backward)."""
+    state (a backward with `state`), the gradients of the results in `grads`, the sums so far of the gradients of the
+    values in `adds`, the gradient slots of the planes in `sums` and `into` (added into).  Results are: the template's
+    results and then the generator state or the kept graph (forward), or the gradients of the values in `wants` and the
+    gradient slots of the planes in `trains` (backward)."""
 
     template: str
     forward: bool
@@ -115,6 +115,8 @@ class BodySpec:
     grads: tuple[int, ...] = ()
     adds: tuple[int, ...] = ()
     sums: tuple[int, ...] = ()
+    into: tuple[int, ...] = ()
+    """Planes whose gradients live on the device: what this backward makes is added to those of the ones before."""
     wants: tuple[int, ...] = ()
     trains: tuple[int, ...] = ()
     state: bool = False
@@ -146,6 +148,8 @@ class Program:
     inputs: tuple[Input, ...] = ()
     outputs: tuple[str, ...] = ()
     """Names of the graph's results: first the caller's, then one for each input in `writes_back`."""
+    skipped: tuple[int, ...] = ()
+    """Which of the caller's results a pass has dropped: the caller gets None for them."""
     writes_back: tuple[str, ...] = ()
     """Names of the inputs (state, or an argument the model writes into) whose new value is a result."""
     guards: tuple[sympy.Basic, ...] = ()

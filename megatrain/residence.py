@@ -64,8 +64,8 @@ class Resident:
         """The gradients by dotted name."""
         return self.gradient_layout.named(self.gradients)
 
-    def add(self, made: Mapping[str, Tensor]) -> Tensor | None:
-        """Adds gradients of a backward, or begins with them.  Gives the norms of all, in the order of the layout."""
+    def add(self, made: Mapping[str, Tensor]) -> None:
+        """Adds gradients of a backward, or begins with them."""
         views = self.gradient_views
         old = [n for n in made if n in self.has]
         new = [n for n in made if n not in self.has]
@@ -74,7 +74,15 @@ class Resident:
         if new:
             torch._foreach_copy_([views[n] for n in new], [made[n] for n in new])
         self.has.update(made)
-        return norms([*views.values()])
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The parameters with a gradient, in the order of the layout."""
+        return [entry.name for entry in self.gradient_layout.entries]
+
+    def norms(self) -> Tensor | None:
+        """The norms of all gradients, in the order of the layout."""
+        return norms([*self.gradient_views.values()])
 
     def stale(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """Which of these have been written on the host since they were taken from there."""

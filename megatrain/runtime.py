@@ -199,9 +199,7 @@ class Runtime:
         plane = step.planes[0]
         views = frame.executable.grad_layouts[plane].named(self.slots[op.reads[0]])
         with torch.no_grad():
-            found = self.residents[plane].add({n: v for n, v in views.items() if n in frame.defined})
-        if found is not None:
-            self.norms[plane] = found
+            self.residents[plane].add({n: v for n, v in views.items() if n in frame.defined})
 
     def land(self, op: Op, step: Step, frame: Frame) -> None:
         """An update in the backward: gives the gradients of a plane, where there are any, to the optimizer."""
@@ -241,11 +239,19 @@ class Runtime:
         made, trained = self.metered(call, frame, known)
         for name, g in zip(op.writes, made, strict=False):
             self.put(name, g, step, frame)
+        living: dict[str, dict[str, Tensor]] = {step.planes[p]: {} for p in spec.into}
         for j, g in trained.items():
             if g is not None:
                 name, place = places[j]
-                place.add_(g) if j in wider else place.copy_(g)
+                plane = step.planes[body.planes[j]]
+                if plane in living:
+                    living[plane][name] = g
+                else:
+                    place.add_(g) if j in wider else place.copy_(g)
                 frame.defined.add(name)
+        with torch.no_grad():
+            for plane, new in living.items():
+                self.residents[plane].add(new)
         if frame.land is None:
             self.note_norms(frame.executable, spec, step.planes, targets)
 

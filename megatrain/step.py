@@ -149,8 +149,9 @@ class Running:
             for target, (_, tensors) in frame.grads.items():
                 plane = f"{target.removesuffix('.dw')}.w"
                 names = [e.name for e in executable.grad_layouts[plane].entries]
-                c.updates.note(plane, [t if n in frame.defined else None for n, t in zip(names, tensors, strict=True)])
-                by_name |= {n: t for n, t in zip(names, tensors, strict=True) if n in frame.defined}
+                made = {n: t for n, t in zip(names, tensors, strict=True) if n in frame.defined}
+                c.updates.norms.note(plane, [made.get(n) for n in names])
+                by_name |= made
             for plane in executable.residents:
                 by_name |= self.resided(plane, executable, plane in filled)
             if waiting := [p for p in executable.residents if p not in filled]:
@@ -204,7 +205,7 @@ class Running:
             for n, t, alias in zip(names, tensors, buffer.tensors(layout), strict=True):
                 if n in new:
                     found[n] = resident.land(n, t, alias, settle)
-        c.updates.note(plane, [resident.given.get(n) for n in names])
+        c.updates.norms.note(plane, [resident.given.get(n) for n in names])
         if filled:
             c.runtime.pull(plane)
         else:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,7 @@ class Structure:
 
     def rebuild(
         self,
-        results: list[torch.Tensor],
+        results: Sequence[torch.Tensor | None],
         inputs: Mapping[str, torch.Tensor],
         weights: Mapping[str, torch.Tensor],
         sizes: Mapping[sympy.Symbol, int],

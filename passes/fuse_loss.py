@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,28 +24,61 @@ CASTS = ("aten.to", "aten._to_copy")
 class FuseLoss(Pass):
     """`cross_entropy(steps(linear(x, w)))` becomes `megatrain.linear_cross_entropy`, which makes the loss and its
     gradients in one pass over chunks of rows.  The steps between may be a cast to fp32, a scale and a soft cap.  Logits
-    that the caller gets stay results.
+    that the caller gets stay results, unless `skip_logits` drops those that a loss is made of: then nobody holds them.
 
-    It adds up in another order than PyTorch's kernels do, so that backend "eager" leaves the graph as it is."""
+    It adds up in another order than PyTorch's kernels do, so that backend "eager" leaves the loss as it is."""
 
     name, needs, gives = "fuse_loss", "hoisted", "hoisted"
+    skip_logits: bool = False
 
     def apply(self, program: Program) -> Program:
         assert program.graph is not None
-        if program.backend == "eager" or program.autocast:  # which would choose the dtype of the product
-            return program
         module = copied(program.graph)
-        for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.to.dtype):
-            if len(node.args) == 2 and not node.kwargs and node.meta["val"].dtype == node.args[0].meta["val"].dtype:
-                node.replace_all_uses_with(node.args[0])  # gives the tensor itself
-                module.graph.erase_node(node)
-        for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.cross_entropy_loss.default):
-            found = matched(node)
-            if found is not None and set(found[0].users) - chain_of(node, found[0]) <= {module.graph.output_node()}:
-                fuse(node, *found, program.training)
-        module.graph.eliminate_dead_code()
+        graph = module.graph
+        losses = graph.find_nodes(op="call_function", target=torch.ops.aten.cross_entropy_loss.default)
+        if self.skip_logits:
+            program = without_logits(program, graph, losses)
+        if program.backend != "eager" and not program.autocast:  # which would choose the dtype of the product
+            for node in graph.find_nodes(op="call_function", target=torch.ops.aten.to.dtype):
+                if len(node.args) == 2 and not node.kwargs and node.meta["val"].dtype == node.args[0].meta["val"].dtype:
+                    node.replace_all_uses_with(node.args[0])  # gives the tensor itself
+                    graph.erase_node(node)
+            for node in losses:
+                found = matched(node)
+                if found is not None and fusible(node, found[0]):
+                    fuse(node, *found, program.training)
+        elif not self.skip_logits:
+            return program
+        graph.eliminate_dead_code()
         module.recompile()
         return program.replace(graph=module)
+
+
+def without_logits(program: Program, graph: fx.Graph, losses: Sequence[fx.Node]) -> Program:
+    """Drops results that the losses are made of, back to the linear layer."""
+    output = graph.output_node()
+    results: Any = output.args[0]
+    own = len(results) - len(program.writes_back)
+    logits: set[fx.Node] = set()
+    for loss in losses:
+        node: Any = loss.args[0]
+        seen: set[fx.Node] = set()
+        while isinstance(node, fx.Node) and family(node) != "aten.linear" and step_of(node) is not None:
+            seen.add(node)
+            node = node.args[0]
+        if isinstance(node, fx.Node) and family(node) == "aten.linear":
+            logits |= seen | {node}
+    gone = tuple(i for i in range(own) if results[i] in logits)
+    output.args = (tuple(r for i, r in enumerate(results) if i not in gone),)
+    outputs = tuple(n for i, n in enumerate(program.outputs) if i not in gone)
+    return program.replace(outputs=outputs, skipped=gone)
+
+
+def fusible(loss: fx.Node, linear: fx.Node) -> bool:
+    """Whether all that is read of the logits and the steps between, beside the loss, is read by the caller."""
+    chain = chain_of(loss, linear)
+    users = {u for n in (linear, *(chain - {loss})) for u in n.users} - chain
+    return users <= {loss.graph.output_node()}
 
 
 def matched(loss: fx.Node) -> tuple[fx.Node, str] | None:
@@ -58,7 +92,7 @@ def matched(loss: fx.Node) -> tuple[fx.Node, str] | None:
     if not isinstance(node, fx.Node) or node.meta["val"].dim() != 2 or given["target"].meta["val"].dim() != 1:
         return None
     while family(node) != "aten.linear":
-        if len(node.users) != 1 or (step := step_of(node)) is None:
+        if (step := step_of(node)) is None:
             return None
         steps.insert(0, step)
         node = node.args[0]
@@ -113,7 +147,8 @@ def fuse(loss: fx.Node, linear: fx.Node, steps: str, training: bool) -> None:
     target = loss.args[1]
     given: dict[str, Any] = dict(zip(("reduction", "ignore_index"), loss.args[3:5], strict=False)) | loss.kwargs
     chain = chain_of(loss, linear)
-    wanted = any(u not in chain for u in linear.users)
+    read = [n for n in graph.nodes if n in chain - {loss} and any(u not in chain for u in n.users)]
+    wanted = bool(read) or any(u not in chain for u in linear.users)
     mean, ignore = given.get("reduction", 1) == 1, given.get("ignore_index", -100)
     args: tuple[Any, ...] = (*linear.args[:2], target, steps, mean, ignore, wanted, training)
     with graph.inserting_before(loss):
@@ -123,6 +158,11 @@ def fuse(loss: fx.Node, linear: fx.Node, steps: str, training: bool) -> None:
     for n, value in ((made, values), (results[0], values[0]), (results[1], values[1])):
         n.meta = {**loss.meta, "val": value}
     loss.replace_all_uses_with(results[0])
-    if wanted:
-        for user in [u for u in linear.users if u not in chain and u is not made]:
-            user.replace_input_with(linear, results[1])
+    if wanted:  # the steps again, from the logits that the operator gives
+        with graph.inserting_before(loss):
+            again: dict[fx.Node, fx.Node] = {linear: results[1]}
+            for n in [n for n in graph.nodes if n in chain - {loss}] if read else []:
+                again[n] = graph.node_copy(n, lambda a: again.get(a, a))
+        output = graph.output_node()
+        for n, other in again.items():
+            output.replace_input_with(n, other)

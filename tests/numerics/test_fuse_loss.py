@@ -60,22 +60,45 @@ def test_the_graph_says_so_and_the_logits_stay() -> None:
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_logits_that_nobody_wants_are_not_made(backend: str) -> None:
+    eager = llama()
+    ours = megatrain.compile(llama(), device="cpu", backend=backend, skip_logits=True)
+    one, two = (m(input_ids=ids(0), labels=ids(0)) for m in (eager, ours))
+    torch.testing.assert_close(two.loss, one.loss, rtol=1e-5, atol=1e-5)
+    assert two.logits is None and megatrain.schedule(ours).outputs == ("loss",)
+    for result in (one, two):
+        result.loss.backward()
+    for p, q in zip(eager.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():  # without labels there is no loss
+        torch.testing.assert_close(ours(input_ids=ids(1)).logits, eager(input_ids=ids(1)).logits)
+
+
+def test_skipping_logits_needs_the_pass() -> None:
+    rest = [p for p in megatrain.DEFAULT_PASSES if p.name != "fuse_loss"]
+    with pytest.raises(ValueError, match="skip_logits=True: the pass that drops them, fuse_loss, is not among"):
+        megatrain.compile(llama(), device="cpu", passes=rest, skip_logits=True)
+
+
 class Capped(nn.Module):
     """A soft cap, labels that are not counted, a label shift, logits that are not returned."""
 
-    def __init__(self) -> None:
+    def __init__(self, both: bool = False) -> None:
         super().__init__()
+        self.both = both
         self.embed = nn.Embedding(40, 16)
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
         self.head = nn.Linear(16, 40, bias=False)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Any:
         x = self.embed(ids)
         for layer in self.layers:
             x = x + layer(x).tanh()
         logits = torch.tanh(self.head(x).float() / 5) * 5
         labels = nn.functional.pad(ids, (0, 1), value=-100)[..., 1:].contiguous()
-        return nn.functional.cross_entropy(logits.view(-1, 40), labels.view(-1), ignore_index=-100)
+        loss = nn.functional.cross_entropy(logits.view(-1, 40), labels.view(-1), ignore_index=-100)
+        return (loss, logits) if self.both else loss
 
 
 def test_a_cap_and_a_shift() -> None:
@@ -92,6 +115,22 @@ def test_a_cap_and_a_shift() -> None:
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-5)
     (made,) = next(iter(models[1].__dict__["_megatrain"].captures.values()))
     assert "div 5.0; tanh; mul 5.0" in str(made.program.templates[-1].graph.graph)
+
+
+def test_capped_logits_stay_results() -> None:
+    models: list[Any] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Capped(both=True))
+    megatrain.compile(models[1], device="cpu", backend="inductor")
+    values = [m(ids(0) % 40) for m in models]
+    torch.testing.assert_close(values[1], values[0])
+    (made,) = next(iter(models[1].__dict__["_megatrain"].captures.values()))
+    assert "linear_cross_entropy" in str(made.program.templates[-1].graph.graph)
+    for loss, logits in values:
+        (loss + logits.square().mean()).backward()
+    for p, q in zip(*(m.parameters() for m in models), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-5)
 
 
 def cross(logits: Tensor, labels: Tensor) -> Tensor:
