@@ -125,11 +125,17 @@ def _ring(layer: Layer, program: Program) -> str:
     return max(sizes)[2] if sizes and layer.label.isdigit() else ""
 
 
+def _by_size(sizes: Mapping[str, int], planes: Sequence[str], ring: str) -> list[str]:
+    """The planes that go through slots of their own, the largest first: so that small ones share a small slot."""
+    return sorted((p for p in planes if p != ring), key=lambda p: -sizes[p])
+
+
 def _fetch(e: _Emitter, layer: Layer, prefix: str) -> tuple[list[Op], list[str]]:
     """Prefetches of a layer's planes, and the slots they go to, in the order of its planes."""
     ops: list[Op] = []
     slots: list[str] = []
     ring, others = _ring(layer, e.program), 0
+    own = _by_size(e.program.plane_bytes, layer.planes, ring)
     for plane in layer.planes:
         if plane in e.program.plan.resident:
             slots.append(f"r{e.program.plan.resident.index(plane)}")
@@ -139,7 +145,7 @@ def _fetch(e: _Emitter, layer: Layer, prefix: str) -> tuple[list[Op], list[str]]
             slot, suffix = f"w{e.turn['w'] % e.program.plan.slots}", ""
             e.turn["w"] += 1
         else:
-            slot, suffix = f"u{others}", f"_{others}" if ring or others else ""
+            slot, suffix = f"u{own.index(plane)}", f"_{others}" if ring or others else ""
             others += 1
         slots.append(_slot(e, slot, "weights", e.program.plane_bytes[plane]))
         ops.append(Op(_label(prefix, layer.label + suffix), "prefetch", (plane,), (slot,)))
@@ -272,6 +278,7 @@ def _backward(e: _Emitter, spilled: dict[str, str]) -> tuple[tuple[Op, ...], tup
         gslots: list[str] = []
         leaving: list[Op] = []
         ring, others = _ring(layer, program), 0
+        own = _by_size(program.grad_bytes, trained, ring)
         for p in trained:
             size = program.grad_bytes[p]
             if users[p] > 1:
@@ -283,7 +290,7 @@ def _backward(e: _Emitter, spilled: dict[str, str]) -> tuple[tuple[Op, ...], tup
                 slot = f"g{e.turn['g'] % 2}"
                 e.turn["g"] += 1
             else:
-                slot = f"v{others}"
+                slot = f"v{own.index(p)}"
             suffix = "" if p == ring or (not ring and not others) else f"_{others}"
             others += p != ring
             left[p] -= 1

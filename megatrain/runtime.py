@@ -36,6 +36,8 @@ class Frame:
     grads: dict[str, tuple[HostBuffer, list[Tensor]]] = field(default_factory=dict)
     defined: set[str] = field(default_factory=set)
     """Dotted names of the parameters that have got a gradient."""
+    done: Callable[[], Any] = lambda: None
+    """Gives the host buffers of spilled values back; at the latest when the frame goes."""
     land: Callable[[Mapping[str, Tensor]], None] | None = None
     """What updates parameters, given their gradients by dotted name, where the backward does that."""
 
@@ -328,7 +330,7 @@ class Runtime:
             if op.verb == "offload":
                 made.spilled[op.writes[0]] = self.buffer(round_up(executable.steps[op.label].size, PAGE))
         self.frames.add(made)
-        weakref.finalize(made, _recycle, self.free, list(made.spilled.values()))
+        made.done = weakref.finalize(made, _recycle, self.free, list(made.spilled.values()))
         return made
 
 

@@ -159,6 +159,7 @@ class Running:
         finally:
             frame.values.clear()
             frame.spilled.clear()
+            frame.done()
             frame.grads.clear()
         out: list[Tensor | None] = [by_name.pop(n, None) for n in self.parameters]
         for name, target in self.inputs.items():
