@@ -5,7 +5,8 @@
 Each system runs in this process, one after the other, from the same weights and tokens; the losses of every step are
 compared.  Plain PyTorch holds everything on the device: bf16 weights, bf16 optimizer state (fused AdamW), checkpointed
 layers.  megatrain streams every weight under the budget and has an exact fp32 master (`megatrain.AdamW`, `--update`).
-A step lasts from the start of one to the start of the next, so that it holds what is left of the update before.
+A step lasts from the start of one to the start of the next, so that it holds what is left of the update before; the
+median leaves out the first two, which compile and take memory, and the last, which waits for all updates.
 TFLOP/s counts 6 x parameters x tokens (no attention, no recomputation).  Host bytes a parameter are the peak RSS less
 the RSS after CUDA has started and before the model exists.  Prints a JSON line a system and a table.
 """
@@ -133,7 +134,7 @@ def measured(system: str, args: argparse.Namespace, tokens: list[torch.Tensor]) 
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     losses, computing, seconds = train(model, optimizer, tokens, args)
-    step = statistics.median(seconds[2:] or seconds)
+    step = statistics.median(seconds[2:-1] or seconds[-1:])
     n = args.batch * args.micro * args.sequence
     row |= dict(
         step_s=round(step, 3),

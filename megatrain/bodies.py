@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatrain.fused import Fused, Pair
+from megatrain.fused import MADE, Cut, Pair
 from megatrain.program import BodySpec
 
 
@@ -28,6 +28,8 @@ class Kept:
     results: tuple[GradientEdge | None, ...] = ()
     """Where a gradient of each result enters; the results themselves belong to whoever reads them."""
     weights: tuple[Tensor, ...] = ()
+    saved: Sequence[Any] | None = None
+    """Of a compiled layer, instead of all this: what its forward saved beside its operands."""
     bytes: int = 0
     """Device bytes it holds, where the runtime measures."""
 
@@ -58,6 +60,10 @@ class Body:
             with torch.no_grad(), self.casting():
                 results = (self.fused.whole if self.fused else self.code)(*values, *weights)
             return [r.detach() for r in results] + extra + ([Kept()] if self.spec.keep else [])
+        if self.fused and (cut := self.cut(self.fused.through, values, weights)):
+            results = list(cut.forward(*values, *weights))
+            count = len(results) - cut.saved.count(MADE)
+            return [*results[:count], Kept(saved=results[count:])]
         kept = Kept()
         hooks = _packing(kept, weights) if self.spec.keep else _dropping
         with hooks:
@@ -68,6 +74,11 @@ class Body:
             extra.append(kept)
         return [r.detach() for r in results] + extra
 
+    def cut(self, through: Sequence[int], values: Sequence[Tensor], weights: Sequence[Tensor]) -> Cut | None:
+        """The compiled template for gradients that come through these results, where there is one."""
+        with self.casting():
+            return self.fused.cut([*values, *weights], (*self.needs, *self.trains), through) if self.fused else None
+
     def recorded(self, values: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[list[Tensor], Sequence[Tensor]]:
         """(leaves, results) of a run with autograd on; a leaf for each value and weight."""
         flags = (*self.needs, *self.trains)
@@ -76,8 +87,7 @@ class Body:
             inputs = list(leaves)
             for i in self.summed():
                 inputs[i] = leaves[i] = leaves[i].view_as(leaves[i])
-            code: Any = self.fused.kept if self.fused and self.spec.forward else self.code
-            return leaves, code(*inputs)
+            return leaves, self.code(*inputs)
 
     def entered(
         self, values: Sequence[Tensor], weights: Sequence[Tensor], state: Tensor | None
@@ -117,15 +127,16 @@ class Body:
         trained = [j for j, f in enumerate(self.trains) if f and self.planes[j] in self.spec.trains]
         so_far = dict(zip(self.spec.adds, adds, strict=True)) | {count + j: g for j, g in sums.items()}
         targets = (*self.spec.wants, *(count + j for j in trained))
-        same = kept is not None and set(through) == {i for i, entry in enumerate(kept.results) if entry is not None}
         found: list[Tensor | None] = [so_far.get(i) for i in targets]
         if not targets or not through:
             pass
-        elif self.fused and not same and (code := self.derivative([*values, *weights], through, targets)):
-            with torch.no_grad():
-                found = [_plus(*both) for both in zip(code(*values, *weights, *given), found, strict=True)]
+        elif cut := self.cut(through, values, weights):
+            assert self.fused is not None
+            made = kept.saved if kept is not None and through == self.fused.through else None
+            gradients = cut.gradients([*values, *weights], made, given)
+            found = [_plus(gradients[i], g) for i, g in zip(targets, found, strict=True)]
         else:
-            if kept is not None and (same or not self.fused):
+            if kept is not None and kept.saved is None:
                 leaves, entries = list(kept.leaves), kept.results
                 kept.weights = tuple(weights)
             else:
@@ -138,12 +149,6 @@ class Body:
                 wanted = [leaves[i] for i in targets]
                 found = list(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True))
         return found[: len(self.spec.wants)], dict(zip(trained, found[len(self.spec.wants) :], strict=True))
-
-    def derivative(self, operands: Sequence[Tensor], through: Sequence[int], targets: Sequence[int]) -> Fused | None:
-        """What gives, compiled, the gradients of the operands in `targets`, where there is such code."""
-        assert self.fused is not None
-        with self.casting():
-            return self.fused.derivative(operands, (*self.needs, *self.trains), through, targets)
 
     @contextmanager
     def casting(self) -> Generator[None, None, None]:

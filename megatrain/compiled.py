@@ -380,7 +380,7 @@ class Compiled:
             needs = d.needs or (False,) * t.values
             trains = d.trains or (False,) * len(t.weights)
             planes = tuple(p for p, _ in t.weights)
-            pair = pair_of(t, program.backend, d.seldom)
+            pair = pair_of(t, program.backend, d.through)
             bodies[name] = Body(spec, t.graph, needs, trains, planes, self.device, program.autocast, pair)
         return Executable(
             schedule=program.schedule,

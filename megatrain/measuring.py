@@ -54,7 +54,7 @@ class Trial:
         given = [torch.zeros_like(results[i]) for i in self.grads]
         del results
         made, most, _ = bytes_of(lambda: body(specs["bwd"]).backward(values, weights, None, None, given, [], {}))
-        workspace["bwd"] = most - fresh((*made[0], *made[1].values()))
+        workspace["bwd"] = most - fresh(made[0])  # gradients of weights are made beside the slots they go to
         del made
         before = torch.cuda.memory_allocated()
         held, most, left = bytes_of(lambda: body(specs["fwd.keep"]).forward(values, weights, True))
@@ -63,7 +63,7 @@ class Trial:
         del held
         kept = torch.cuda.memory_allocated() - before
         made, most, _ = bytes_of(lambda: body(specs["bwd.keep"]).backward(values, weights, graph, None, given, [], {}))
-        workspace["bwd.keep"] = most - fresh((*made[0], *made[1].values()))
+        workspace["bwd.keep"] = most - fresh(made[0])  # gradients of weights are made beside the slots they go to
         return workspace, kept
 
 

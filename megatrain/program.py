@@ -98,6 +98,11 @@ class Derivative:
     kept: int = 0
     workspace: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
+    @property
+    def through(self) -> tuple[int, ...]:
+        """The results that gradients come through as a rule."""
+        return tuple(i for i, f in enumerate(self.differentiable) if f and i not in self.seldom)
+
 
 @dataclass(frozen=True)
 class BodySpec:

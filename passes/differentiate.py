@@ -148,8 +148,8 @@ def _measured(
         workspace["bwd.keep"] = meter.peak - meter.bytes_of(made)
         del graph, made
     seldom = _seldom(program, layer, results, flags)
-    if (pair := pair_of(template, program.backend, seldom)) and device.type == "cuda":
-        grads = tuple(i for i, f in enumerate(flags) if f and i not in seldom)
+    grads = tuple(i for i, f in enumerate(flags) if f and i not in seldom)
+    if (pair := pair_of(template, program.backend, grads)) and device.type == "cuda":
         kinds = specs(grads) if "bwd" in workspace else {"fwd": forward.spec}
         trial = Trial(lambda spec: body(spec, pair), kinds, values, weights, grads, program.training)
         found = trial.needs()
