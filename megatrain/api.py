@@ -56,9 +56,9 @@ def compile(
     up so, and `.grad` is fp32, as with torch's `Tensor.grad_dtype`, which it sets.  `passes` is the whole
     pipeline, `megatrain.DEFAULT_PASSES` unless given; a plain `fn(GraphModule) -> GraphModule` in it is run on the
     captured graph.  `skip_logits=True` drops the logits of which the model makes its loss: they are None among its
-    results, and with backend "inductor" nobody ever holds them.  `backend="eager"` runs templates with PyTorch's own
-    kernels: the same bits as eager.  `backend="inductor"` compiles them with `torch.compile`, once for a shape: faster,
-    and equal within rounding.
+    results, and with backend "inductor" nobody ever holds them.  `backend="eager"` (the default on the CPU) runs
+    templates with PyTorch's own kernels: the same bits as eager.  `backend="inductor"` (the default on CUDA) compiles
+    them with `torch.compile`, once for a shape: faster, and equal within rounding.
 
     Compiling a compiled model again returns it; with other options it is an error.  Raises ValueError on a model with
     parameters on meta, an unknown device, size, backend or pass; the first call raises CaptureError for a model that
@@ -79,7 +79,8 @@ def compile(
         raise ValueError(f"compute_dtype={compute_dtype}: there is torch.bfloat16, torch.float16, or None")
     if grad_dtype not in (None, torch.float32):
         raise ValueError(f"grad_dtype={grad_dtype}: there is torch.float32, or None for each parameter's own")
-    options = (str(target), budget, host, compute_dtype, grad_dtype, backend or BACKENDS[0], tuple(map(str, made)))
+    backend = backend or ("inductor" if target.type == "cuda" else "eager")
+    options = (str(target), budget, host, compute_dtype, grad_dtype, backend, tuple(map(str, made)))
     state = model.__dict__.get(STATE)
     if isinstance(state, Compiled):
         if state.options == options:
@@ -99,9 +100,7 @@ def compile(
         if p.is_floating_point():
             p.grad_dtype = grad_dtype  # type: ignore[attr-defined]
     lanes = StreamLanes(target) if target.type == "cuda" else ThreadLanes()
-    compiled = Compiled(
-        model, forward, target, budget, host, backend or BACKENDS[0], compute_dtype, made, lanes, options
-    )
+    compiled = Compiled(model, forward, target, budget, host, backend, compute_dtype, made, lanes, options)
     model.__dict__[STATE] = compiled
     model.__dict__["forward"] = MethodType(_forward_like(forward), model)
     model.__dict__["_apply"] = MethodType(_apply, model)

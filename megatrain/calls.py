@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -106,6 +106,26 @@ def check_written(written: Sequence[str], call: Call) -> None:
                     f"forward writes into argument {name}, which shares memory with argument {other}\n"
                     "give a copy of one of them"
                 )
+
+
+def ones_of(call: Call, names: Iterable[str]) -> frozenset[str]:
+    """Those of the named arguments that are masks of ones: on the host, where looking at them holds nothing up."""
+    given = ((n, call.tensors[n]) for n in names)
+    return frozenset(n for n, t in given if t.device.type == "cpu" and is_mask(t) and bool((t == 1).all()))
+
+
+def is_mask(t: torch.Tensor) -> bool:
+    return t.dim() >= 2 and not (t.is_floating_point() or t.is_complex()) and t.layout is torch.strided
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Raises CaptureError for backward hooks of children."""
+    for name, module in model.named_modules():
+        if name and (module._backward_hooks or module._backward_pre_hooks):
+            raise CaptureError(
+                f"{name} ({type(module).__name__}) has a backward hook, which a captured child cannot call\n"
+                "put the hook on the compiled model itself or on a parameter, or remove it before the call"
+            )
 
 
 def difference(key: Any, shapes: Any, captures: Mapping[Any, Any]) -> str:

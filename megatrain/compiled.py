@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -18,12 +17,20 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from megatrain import settings
-from megatrain.bodies import Body
-from megatrain.calls import Call, CaptureError, bind_sizes, check_written, difference, mode_key, module_key
+from megatrain.calls import (
+    Call,
+    CaptureError,
+    bind_sizes,
+    check_written,
+    difference,
+    mode_key,
+    module_key,
+    ones_of,
+    refuse_hooks,
+)
 from megatrain.capture import Capture, capture
 from megatrain.deferred import HOMES, Home, Updates, quiet
-from megatrain.executable import Executable
-from megatrain.fused import pair_of
+from megatrain.executable import Executable, executable_of
 from megatrain.host import HostBuffer
 from megatrain.lanes import Lanes
 from megatrain.liveness import peak
@@ -31,7 +38,6 @@ from megatrain.offline import (
     arguments_of,
     broken_guard,
     described,
-    grad_layout,
     layout,
     observers_of,
     sized,
@@ -39,7 +45,8 @@ from megatrain.offline import (
 )
 from megatrain.pipeline import Pass, run, split
 from megatrain.planes import layer_of, planes_of
-from megatrain.program import Program
+from megatrain.program import Plan, Program
+from megatrain.rates import rates_of
 from megatrain.rooms import Rooms
 from megatrain.runtime import Runtime
 from megatrain.schedule import Schedule
@@ -74,6 +81,8 @@ class Made:
     sizes: dict[Any, dict[sympy.Symbol, int] | None] = field(default_factory=dict)
     written: tuple[str, ...] = ()
     """Paths of the arguments that the forward writes into."""
+    ones: frozenset[str] = frozenset()
+    """Paths of the arguments that are all ones in every call that it serves."""
 
 
 class Compiled:
@@ -95,8 +104,7 @@ class Compiled:
         self.forward = forward
         self.signature = inspect.signature(forward)
         self.device, self.budget, self.options = device, budget, options
-        self.backend = backend
-        self.compute_dtype = compute_dtype
+        self.backend, self.compute_dtype = backend, compute_dtype
         self.host_memory = host_memory
         """Host bytes that the model and its optimizers may take; 0: what there is."""
         self.first, self.rest = split(passes)
@@ -105,7 +113,8 @@ class Compiled:
         self.captures: dict[Any, list[Made]] = {}
         self.reasons: list[str] = []
         self.schedules: dict[str, Schedule] = {}
-        """The last schedule run, by kind; see `ran`."""
+        self.plans: dict[str, Plan] = {}
+        """The last schedule run, and its plan, by kind; see `ran`."""
         self.warned: set[str] = set()
         self.rooms = Rooms(self)
         self.lock = threading.RLock()
@@ -113,8 +122,7 @@ class Compiled:
         this, root = weakref.ref(self), weakref.ref(model)
         self.updates.check = lambda: (c := this()) and (m := root()) and c.checked(m)
         self.updates.host_room = lambda: c.rooms.host() if (c := this()) else 0
-        forget = weakref.ref(self.updates)
-        os.register_at_fork(before=lambda: (u := forget()) and u.settle_all())
+        self.updates.settle_at_ends()
         self.adopted(model)
 
     def __deepcopy__(self, memo: Any) -> None:
@@ -222,18 +230,18 @@ class Compiled:
                     self.runtime.lanes.finish()
                     resident.load(self.runtime.store.planes[plane].flat[: resident.weight_layout.bytes], tensors)
 
-    def ran(self, kind: str, schedule: Schedule) -> None:
-        self.schedules[kind] = schedule
+    def ran(self, kind: str, executable: Executable) -> None:
+        self.schedules[kind], self.plans[kind] = executable.schedule, executable.plan
         if kind == "train":
-            self.updates.train(schedule)
+            self.updates.train(executable.schedule)
 
     def prepare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Schedule:
         """Captures and schedules a call with these arguments, without running it."""
         call = self.bound(args, kwargs)
         made, sizes = self.captured(model, call)
-        s = self.executable(made, call, sizes, False, ()).schedule
-        self.ran("train" if s.backward else "eval", s)
-        return s
+        e = self.executable(made, call, sizes, False, ())
+        self.ran("train" if e.schedule.backward else "eval", e)
+        return e.schedule
 
     def current_stats(self) -> Stats:
         """Stats of the last step."""
@@ -271,11 +279,14 @@ class Compiled:
             if attribute := made.capture.reads.changed():
                 changed = attribute
                 continue
+            if not made.ones <= ones_of(call, made.ones):
+                changed = f"{min(made.ones)} is not all ones"
+                continue
             if shapes not in made.sizes:
                 made.sizes[shapes] = bind_sizes(made.program, call.tensors)
             if (sizes := made.sizes[shapes]) is not None:
                 return made, sizes
-        self.refuse_hooks(model)
+        refuse_hooks(model)
         count = sum(map(len, self.captures.values()))
         reason = changed or difference(key, shapes, self.captures)
         if count >= MOST_CAPTURES:
@@ -285,7 +296,7 @@ class Compiled:
                 "keep it constant between calls, pass it as a tensor, or compile a model for each value"
             )
         if count:
-            expected = reason.startswith("grad mode")  # training and evaluation are captured once each
+            expected = reason.startswith("grad mode") or "all ones" in reason  # each of two is captured once
             LOG.log(logging.INFO if expected else logging.WARNING, "megatrain: capturing again: %s", reason)
             self.reasons.append(reason)
         made = self.capture(model, call)
@@ -299,14 +310,6 @@ class Compiled:
         self.captures.setdefault(key, []).append(made)
         made.sizes[shapes] = sizes
         return made, sizes
-
-    def refuse_hooks(self, model: nn.Module) -> None:
-        for name, module in model.named_modules():
-            if name and (module._backward_hooks or module._backward_pre_hooks):
-                raise CaptureError(
-                    f"{name} ({type(module).__name__}) has a backward hook, which a captured child cannot call\n"
-                    "put the hook on the compiled model itself or on a parameter, or remove it before the call"
-                )
 
     def capture(self, model: nn.Module, call: Call, distinct: bool = True) -> Made:
         self.updates.settle_all()
@@ -322,9 +325,13 @@ class Compiled:
             planes[plane] = tuple(constants)
             self.hold(plane, constants)
         program = described(found.program, tensors, planes, self.layers, self.budget, self.backend)
+        ones = ones_of(call, call.tensors)
+        named = tuple(i.name for i in program.inputs if i.kind == "input" and i.target in ones)
+        program = program.replace(rates=rates_of(self.device), ones=named)
         self.observing = observers_of(program)
         made = Made(found, run(program, self.first, self.observing))
         made_by = {i.name: i.target for i in made.program.inputs if i.kind == "input"}
+        made.ones = frozenset(made_by[n] for n in made.program.ones)
         made.written = tuple(made_by[n] for n in made.program.writes_back if n in made_by)
         if written := [i.target for i in made.program.inputs if i.kind == "state" and i.target in made.program.needs]:
             raise CaptureError(
@@ -369,27 +376,10 @@ class Compiled:
             oldest = next(iter(made.executables))
             del made.executables[oldest]
             made.planned.pop(oldest[0], None)
-        made.executables[form, wanted] = self.prepared(program)
+        runtime = self.runtime
+        layouts = runtime.store.layouts | (runtime.transfers.layouts if runtime.transfers else {})
+        made.executables[form, wanted] = executable_of(program, self.device, layouts, self.tensors)
         return made.executables[form, wanted]
-
-    def prepared(self, program: Program) -> Executable:
-        templates = {t.name: t for t in program.templates}
-        bodies: dict[str, Body] = {}
-        for name, spec in program.bodies.items():
-            t, d = templates[spec.template], program.derivatives[spec.template]
-            needs = d.needs or (False,) * t.values
-            trains = d.trains or (False,) * len(t.weights)
-            planes = tuple(p for p, _ in t.weights)
-            pair = pair_of(t, program.backend, d.through)
-            bodies[name] = Body(spec, t.graph, needs, trains, planes, self.device, program.autocast, pair)
-        return Executable(
-            schedule=program.schedule,
-            bodies=bodies,
-            weights={t.name: t.weights for t in program.templates},
-            layouts=self.runtime.store.layouts | (self.runtime.transfers.layouts if self.runtime.transfers else {}),
-            grad_layouts={p: grad_layout(names, self.tensors) for p, names in program.planes.items()},
-            residents={p: (f"r{i}", f"h{i}", f"o{i}") for i, p in enumerate(program.plan.resident)},
-        )
 
 
 def _nothing() -> None:

@@ -9,6 +9,8 @@ once.
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -264,6 +266,12 @@ class Updates:
                 del self.due[plane]
         if due is not None:
             self.runtime.lanes.finish(())
+
+    def settle_at_ends(self) -> None:
+        """Before the process forks or ends: an update that is cut short would take the process with it."""
+        this = weakref.ref(self)
+        os.register_at_fork(before=lambda: (u := this()) and u.settle_all())
+        atexit.register(lambda: (u := this()) and u.settle_all())
 
     def settle_all(self) -> None:
         for plane in {*self.due, *self.factors, *self.runtime.residents}:

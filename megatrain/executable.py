@@ -6,9 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from megatrain.bodies import Body
+from megatrain.fused import pair_of
 from megatrain.host import Layout
 from megatrain.liveness import last_uses
+from megatrain.offline import grad_layout
+from megatrain.program import Plan, Program
 from megatrain.residence import Slots
 from megatrain.schedule import Schedule, TensorType, nbytes
 from megatrain.text import show_op
@@ -25,12 +31,38 @@ class Executable:
     layouts: Mapping[str, Layout]
     grad_layouts: Mapping[str, Layout]
     """By the name of the weight plane."""
+    plan: Plan = field(default_factory=Plan)
     residents: Mapping[str, Slots] = field(default_factory=dict)
     """Slots of weight planes that live on the device."""
     steps: Mapping[str, Step] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", _steps(self))
+
+
+def executable_of(
+    program: Program, device: torch.device, layouts: Mapping[str, Layout], tensors: Mapping[str, Tensor]
+) -> Executable:
+    """A scheduled program with its bodies; `layouts` are those of the planes that go to the device, `tensors` the
+    model's by dotted name."""
+    templates = {t.name: t for t in program.templates}
+    bodies: dict[str, Body] = {}
+    for name, spec in program.bodies.items():
+        t, d = templates[spec.template], program.derivatives[spec.template]
+        needs = d.needs or (False,) * t.values
+        trains = d.trains or (False,) * len(t.weights)
+        planes = tuple(p for p, _ in t.weights)
+        pair = pair_of(t, program.backend, d.through)
+        bodies[name] = Body(spec, t.graph, needs, trains, planes, device, program.autocast, pair)
+    return Executable(
+        schedule=program.schedule,
+        bodies=bodies,
+        weights={t.name: t.weights for t in program.templates},
+        layouts=layouts,
+        grad_layouts={p: grad_layout(names, tensors) for p, names in program.planes.items()},
+        plan=program.plan,
+        residents={p: (f"r{i}", f"h{i}", f"o{i}") for i, p in enumerate(program.plan.resident)},
+    )
 
 
 @dataclass(frozen=True)

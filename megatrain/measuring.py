@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,8 @@ from megatrain.program import BodySpec
 
 LOG = logging.getLogger("megatrain")
 
-Needs = tuple[dict[str, int], int]
-"""Workspace bytes by kind of body, as in `Derivative.workspace`, and the bytes that a kept graph holds."""
+Needs = tuple[dict[str, int], int, dict[str, float]]
+"""Workspace bytes by kind of body, as in `Derivative.workspace`, the bytes that a kept graph holds, seconds by kind."""
 
 
 @dataclass(frozen=True)
@@ -47,36 +48,48 @@ class Trial:
     def run(self, values: Sequence[Tensor], weights: Sequence[Tensor]) -> Needs:
         body, specs = self.body, self.specs
         workspace: dict[str, int] = {}
-        results, most, _ = bytes_of(lambda: body(specs["fwd"]).forward(values, weights, self.training))
+        seconds: dict[str, float] = {}
+
+        def tried(kind: str, work: Callable[[], Any]) -> tuple[Any, int, int]:
+            made, most, left, seconds[kind] = taken(work)
+            return made, most, left
+
+        results, most, _ = tried("fwd", lambda: body(specs["fwd"]).forward(values, weights, self.training))
         workspace["fwd"] = most - fresh(results)
         if "bwd" not in specs:
-            return workspace, 0
+            return workspace, 0, seconds
         given = [torch.zeros_like(results[i]) for i in self.grads]
         del results
-        made, most, _ = bytes_of(lambda: body(specs["bwd"]).backward(values, weights, None, None, given, [], {}))
+        made, most, _ = tried("bwd", lambda: body(specs["bwd"]).backward(values, weights, None, None, given, [], {}))
         workspace["bwd"] = most - fresh(made[0])  # gradients of weights are made beside the slots they go to
         del made
         before = torch.cuda.memory_allocated()
-        held, most, left = bytes_of(lambda: body(specs["fwd.keep"]).forward(values, weights, True))
+        held, most, left = tried("fwd.keep", lambda: body(specs["fwd.keep"]).forward(values, weights, True))
         workspace["fwd.keep"] = most - left
         graph = held[-1]
         del held
         kept = torch.cuda.memory_allocated() - before
-        made, most, _ = bytes_of(lambda: body(specs["bwd.keep"]).backward(values, weights, graph, None, given, [], {}))
-        workspace["bwd.keep"] = most - fresh(made[0])  # gradients of weights are made beside the slots they go to
-        return workspace, kept
+        made, most, _ = tried(
+            "bwd.keep", lambda: body(specs["bwd.keep"]).backward(values, weights, graph, None, given, [], {})
+        )
+        workspace["bwd.keep"] = most - fresh(made[0])
+        return workspace, kept, seconds
 
 
 def real(t: Tensor) -> Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).zero_()
 
 
-def bytes_of(work: Callable[[], Any]) -> tuple[Any, int, int]:
-    """(what `work` gives, the most bytes it takes, the bytes it leaves taken)."""
+def taken(work: Callable[[], Any]) -> tuple[Any, int, int, float]:
+    """(what `work` gives, the most bytes it takes, the bytes it leaves taken, its seconds)."""
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
     made = work()
-    return made, torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    return made, torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before, seconds
 
 
 def fresh(tensors: Iterable[Tensor | None]) -> int:

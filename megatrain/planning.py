@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
 from megatrain.compiled import Compiled
 from megatrain.deferred import quiet
+from megatrain.lanes import ALL
 from megatrain.liveness import peak
+from megatrain.program import Choice
+from megatrain.rates import rates_of
 from megatrain.stepping import HostOptimizer
 from megatrain.text import show_about
 
@@ -35,6 +38,10 @@ class Residency:
     layers: int
     keep: int
     """How many of the layers keep their graph from forward to backward."""
+    choices: tuple[Choice, ...] = ()
+    """The plans that were compared, the one that was taken first."""
+    rates: str = ""
+    """What they were compared by."""
 
     def __str__(self) -> str:
         lines = [f"{'':<12} {'device':>11} {'host':>11} {'host, bytes a parameter':>24}"]
@@ -49,7 +56,20 @@ class Residency:
             f"device peak {show_about(self.peak)}{allowed}; {len(self.resident)} planes live on the device, "
             f"{self.keep} of {self.layers} layers keep their graph"
         )
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.compared()])
+
+    def compared(self) -> Iterator[str]:
+        """The plans that were compared, a line each, the one that was taken first."""
+        if not self.choices:
+            return
+        yield f"\nplans compared, by {self.rates}"
+        yield (
+            f"{'planes on the device':>20} {'layers kept':>12} {'inputs on the host':>19} {'peak':>10} {'step ms':>10}"
+            + "".join(f"{lane:>9}" for lane in ALL)
+        )
+        for c in self.choices:
+            busy = "".join(f"{1000 * c.busy.get(lane, 0.0):>9.2f}" for lane in ALL)
+            yield f"{c.resident:>20} {c.keep:>12} {c.spill:>19} {show_about(c.peak):>10} {1000 * c.step:>10.2f}{busy}"
 
 
 def residency(compiled: Compiled) -> Residency:
@@ -87,7 +107,10 @@ def residency(compiled: Compiled) -> Residency:
     forward = [op.call for op in found.forward if op.verb == "compute"]
     keep = sum(".fwd.keep" in call for call in forward)
     living = tuple(runtime.residents)
-    return Residency(dict(device), dict(host), count, peak(found), found.budget, living, len(forward), keep)
+    plan = compiled.plans["train" if "train" in compiled.schedules else "eval"]
+    rates = str(rates_of(compiled.device))
+    made = Residency(dict(device), dict(host), count, peak(found), found.budget, living, len(forward), keep)
+    return replace(made, choices=plan.choices, rates=rates)
 
 
 def holdings(compiled: Compiled) -> list[dict[str, Counter[str]]]:

@@ -14,6 +14,7 @@ import sympy
 import torch
 from torch import fx
 
+from megatrain.rates import Rates
 from megatrain.schedule import Schedule, TensorType
 
 STAGES = ("captured", "hoisted", "partitioned", "differentiated", "planned", "scheduled")
@@ -97,6 +98,8 @@ class Derivative:
     """Results that the caller gets beside a loss, such as logits: differentiable, and seldom differentiated."""
     kept: int = 0
     workspace: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    seconds: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    """What the bodies take: measured where they are compiled on a device, else by the work in the graph."""
 
     @property
     def through(self) -> tuple[int, ...]:
@@ -142,6 +145,21 @@ class Plan:
     """Host planes that live on the device: weights, gradients and optimizer state."""
     deferred: tuple[str, ...] = ()
     """Host planes whose update in the backward half waits for its end, gradients in a buffer of their own."""
+    choices: tuple[Choice, ...] = ()
+    """What the planner compared, the one that it took first."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan as it was compared: how many planes live on the device, how many layers keep, inputs of how many layers go
+    to the host; device bytes at its peak, and seconds of a simulated step and of each lane in it."""
+
+    resident: int
+    keep: int
+    spill: int
+    peak: int
+    step: float
+    busy: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -158,6 +176,8 @@ class Program:
     writes_back: tuple[str, ...] = ()
     """Names of the inputs (state, or an argument the model writes into) whose new value is a result."""
     guards: tuple[sympy.Basic, ...] = ()
+    ones: tuple[str, ...] = ()
+    """Names of inputs that are all ones: after `causal`, those for which the program holds only then."""
     symbols: tuple[tuple[sympy.Symbol, str, int], ...] = ()
     """(symbol, input name, dimension) for each size that may vary."""
     ties: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -202,7 +222,9 @@ class Program:
     candidates: tuple[str, ...] = ()
     """Host planes that may live on the device, the first ones first."""
     state_bytes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    """Bytes of the optimizer's state of each candidate."""
+    """Bytes of the optimizer's state of planes, where one of megatrain's own holds it."""
+    rates: Rates | None = None
+    """What the machine does in a second; None: nominal rates."""
     extra: bool = False
     """Another forward is outstanding: this one may leave nothing but its shared values on the device."""
 

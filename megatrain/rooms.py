@@ -35,13 +35,14 @@ class Rooms:
         return found
 
     def candidates(self, program: Program) -> tuple[tuple[str, ...], dict[str, int]]:
-        """(planes that may live on the device, bytes of the optimizer's state of each): those that the program uses and
-        whose trained parameters an optimizer with update="auto" holds."""
+        """(planes that may live on the device, bytes of the optimizers' state of all planes): candidates are those that
+        the program uses and whose trained parameters an optimizer with update="auto" holds."""
         c = self.compiled
+        states = self.states()
         keeper = c.updates.keeper() if c.updates.keeper else None
         off = c.updates.rule or c.runtime.transfers or not device.able(c.device)
         if keeper is None or not c.budget or off:
-            return (), {}
+            return (), states
         if self.resident is None or self.keeper != id(keeper):
             c.runtime.lanes.finish()
             c.runtime.evict()
@@ -53,7 +54,17 @@ class Rooms:
                     for plane, names in c.planes.items()
                 }
             self.resident = tuple(p for p, ts in trained.items() if p in used and ts and all(map(keeper.holds, ts)))
-        return self.resident, {p: keeper.state_bytes(c.updates, p) for p in self.resident}
+        return self.resident, states | {p: keeper.state_bytes(c.updates, p) for p in self.resident}
+
+    def states(self) -> dict[str, int]:
+        """Bytes of state that megatrain's optimizers have of each plane."""
+        c = self.compiled
+        found: dict[str, int] = {}
+        for opt in c.updates.holders:
+            for updates, plane in opt.planes:
+                if updates is c.updates:
+                    found[plane] = found.get(plane, 0) + opt.state_bytes(c.updates, plane)
+        return {p: found[p] for p in c.planes if p in found}
 
     def staging(self) -> int:
         """Bytes of each slot through which updates of host planes go on the device: what moves the largest weight in

@@ -29,6 +29,13 @@ def verify_level() -> int:
     return int(value)
 
 
+def cache_dir() -> Path:
+    """MEGATRAIN_CACHE: the folder for what is measured once; `~/.cache/megatrain` unless given."""
+    given = os.environ.get("MEGATRAIN_CACHE")
+    found = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "megatrain"
+    return found.expanduser()
+
+
 def parse_bytes(value: str | int | None, name: str = "memory") -> int:
     """Bytes from `"24GiB"`, `"500 MB"` or a number; 0 for None (no limit).  Raises ValueError on anything else."""
     if value is None:

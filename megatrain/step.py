@@ -56,7 +56,7 @@ class Running:
             elif i.kind == "state":
                 frame.values[i.name] = c.tensors[i.target].detach().to(c.device, copy=True)
         s = frame.executable.schedule
-        c.ran("train" if s.backward else "eval", s)
+        c.ran("train" if s.backward else "eval", frame.executable)
         try:
             c.refresh(frame.executable, program)
             c.runtime.run("forward", frame)
@@ -125,7 +125,7 @@ class Running:
             executable = frame.executable
         frame.executable = executable
         s = executable.schedule
-        c.ran("train", s)
+        c.ran("train", executable)
         for v in s.grads:
             output = v.name[1:].removesuffix("_given")
             g = grads[s.outputs.index(output)]

@@ -26,7 +26,8 @@ class Causal(Pass):
 
     When it is traced, Hugging Face's code builds the mask that its eager code leaves out; the mask costs the flash
     kernels and other bits.  A sliding window no shorter than the sequence is the causal mask: the sizes for which
-    that holds become a guard of the capture."""
+    that holds become a guard of the capture.  So does a padding mask, an argument, where it is all ones: that is looked
+    at in every call (`Program.ones`)."""
 
     name, needs, gives = "causal", "hoisted", "hoisted"
 
@@ -34,6 +35,9 @@ class Causal(Pass):
         assert program.graph is not None
         module = copied(program.graph)
         known: dict[fx.Node, Indexed | None] = {}
+        assumed = {n: _ones(n) for n in module.graph.find_nodes(op="placeholder") if n.name in program.ones}
+        granted: dict[fx.Node, Indexed | None] = {**assumed}
+        used: set[str] = set()
         verdicts: dict[fx.Node, Any] = {}
         hints = _hints(module.graph)
         guards: list[sympy.Basic] = []
@@ -44,8 +48,10 @@ class Causal(Pass):
             if not isinstance(mask, fx.Node) or _argument(node, 5, "is_causal"):
                 continue
             if mask not in verdicts:
-                found = evaluate(mask, known)
-                verdicts[mask] = equals_causal(found) if found is not None else None
+                verdicts[mask] = _verdict(mask, known)
+                if verdicts[mask] is None and assumed:
+                    verdicts[mask] = _verdict(mask, granted)
+                    used |= _inputs(mask) if verdicts[mask] is not None else set()
             if verdicts[mask] is None:
                 _unexpanded(mask, known)
                 continue
@@ -56,7 +62,35 @@ class Causal(Pass):
             _replace(node, kind == "causal")
         module.graph.eliminate_dead_code()
         module.recompile()
-        return program.replace(graph=module, guards=tuple(dict.fromkeys([*program.guards, *guards])))
+        return program.replace(
+            graph=module,
+            guards=tuple(dict.fromkeys([*program.guards, *guards])),
+            ones=tuple(n for n in program.ones if n in used),
+        )
+
+
+def _verdict(mask: fx.Node, known: dict[fx.Node, Indexed | None]) -> Any:
+    found = evaluate(mask, known)
+    return equals_causal(found) if found is not None else None
+
+
+def _ones(node: fx.Node) -> Indexed:
+    """An input of ones."""
+    shape = node.meta["val"].shape
+    sizes = tuple(s.node.expr if isinstance(s, torch.SymInt) else s for s in shape)
+    return Indexed(sizes, lambda i: sympy.Integer(1))
+
+
+def _inputs(node: fx.Node) -> set[str]:
+    """Names of the graph's inputs that a node is made of."""
+    seen: set[fx.Node] = set()
+    left = [node]
+    while left:
+        n = left.pop()
+        if n not in seen:
+            seen.add(n)
+            left += n.all_input_nodes
+    return {n.name for n in seen if n.op == "placeholder"}
 
 
 def _unexpanded(mask: fx.Node, known: dict[fx.Node, Indexed | None]) -> None:

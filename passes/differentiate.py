@@ -10,12 +10,14 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain.bodies import Body
+from megatrain.costs import work_of
 from megatrain.fused import Pair, pair_of
 from megatrain.graphs import evaluated
 from megatrain.measuring import Trial
 from megatrain.meter import Meter
 from megatrain.pipeline import Pass
 from megatrain.program import BodySpec, Derivative, Layer, Program, TemplateGraph, type_of
+from megatrain.rates import Rates
 
 RESERVE = 96 * 2**20
 """Bytes that CUDA libraries hold for themselves: a workspace of 32 MiB for each thread that multiplies matrices (the
@@ -148,17 +150,19 @@ def _measured(
         workspace["bwd.keep"] = meter.peak - meter.bytes_of(made)
         del graph, made
     seldom = _seldom(program, layer, results, flags)
+    seconds = work_of(template.graph).seconds(program.rates or Rates(), program.sizes)
     grads = tuple(i for i, f in enumerate(flags) if f and i not in seldom)
     if (pair := pair_of(template, program.backend, grads)) and device.type == "cuda":
         kinds = specs(grads) if "bwd" in workspace else {"fwd": forward.spec}
         trial = Trial(lambda spec: body(spec, pair), kinds, values, weights, grads, program.training)
-        found = trial.needs()
-        workspace, kept = found or (workspace, kept)
+        if found := trial.needs():
+            workspace, kept, seconds = found
     if device.type == "cuda":
         workspace = {kind: size + RESERVE for kind, size in workspace.items()}
     reads, writes = tuple(map(type_of, values)), tuple(map(type_of, results))
     dense = tuple(r.is_contiguous() for r in results)
-    return Derivative(reads, writes, needs, trains, flags, dense, seldom, kept, MappingProxyType(workspace)), results
+    sizes, times = MappingProxyType(workspace), MappingProxyType(seconds)
+    return Derivative(reads, writes, needs, trains, flags, dense, seldom, kept, sizes, times), results
 
 
 def _seldom(program: Program, layer: Layer, results: list[Tensor], flags: tuple[bool, ...]) -> tuple[int, ...]:

@@ -8,9 +8,17 @@ from dataclasses import dataclass, replace
 from megatrain.emission import emitted, used_planes
 from megatrain.liveness import peak
 from megatrain.pipeline import Pass
+from megatrain.program import Choice, Program
 from megatrain.program import Plan as Residency
-from megatrain.program import Program
+from megatrain.simulate import timing_of
 from megatrain.text import show_about
+
+GRID = 8
+"""Steps from no plane on the device to as many as fit, of which each is tried."""
+
+
+NEAR = 1.01
+"""Of steps as near as this the one is taken that moves least: with most planes on the device."""
 
 
 class BudgetError(ValueError):
@@ -25,12 +33,13 @@ class BudgetError(ValueError):
 class Plan(Pass):
     """The paper's plan: weights stream through `slots` slots, layers are recomputed from their inputs, and as many
     layers' inputs as the budget asks for wait on the host, the first layers' first, since theirs wait longest.  A
-    layer that runs hooks of the user's keeps its graph: recomputing would run them twice.  So does what comes after
-    the last layer (the head and the loss), where there is room: its backward comes next.
+    layer that runs hooks of the user's keeps its graph: recomputing would run them twice.  With `activations="keep"`
+    the last layers keep their autograd graphs instead, as many as fit.  Where another forward is outstanding, every
+    layer's inputs go to the host.
 
-    With `activations="keep"` the last layers keep their autograd graphs instead, as many as fit.  Where another
-    forward is outstanding, every layer's inputs go to the host.  What room is left then is for planes that may live on
-    the device.  Raises BudgetError."""
+    What room is left then goes to planes that live on the device, to graphs of compiled layers, or to that of what
+    comes after the last layer (the head and the loss), whose backward comes next: in shares of which each is simulated,
+    and the one with the shortest step is taken.  Raises BudgetError."""
 
     name, needs, gives = "plan", "differentiated", "planned"
     slots: int = 2
@@ -55,15 +64,18 @@ class Plan(Pass):
             made = program.replace(plan=plan)
             return made.replace(plan=replace(plan, peak=peak(emitted(made)[0])))
 
-        def settled(made: Program) -> Program:
-            """With as many planes resident as fit beside it."""
+        def settled(made: Program) -> list[Program]:
+            """With planes resident beside it: as many as fit, none, and some numbers between."""
             plan, planes = made.plan, program.candidates
             keep = count - min((i for i, n in enumerate(layers) if n in plan.keep - once), default=count)
 
             def holding(n: int) -> Program:
                 return tried(plan.slots, keep, len(plan.spill), planes[:n])
 
-            return holding(_most(len(planes), lambda n: fits(holding(n)))) if planes and program.budget else made
+            if not planes or not program.budget:
+                return [made]
+            most = _most(len(planes), lambda n: fits(holding(n)))
+            return [holding(n) for n in sorted({most * i // GRID for i in range(GRID + 1)}, reverse=True)]
 
         def filled(made: Program) -> Program:
             """With as many layers keeping their graphs as fit beside it, where these are compiled: a graph then keeps
@@ -97,14 +109,23 @@ class Plan(Pass):
         if not fits(choices[-1]):  # spilling costs slots of its own, so that more of it is not always less
             few = range(count + 1) if program.training else (0,)
             choices += [tried(slots, 0, spill) for slots in dict.fromkeys((self.slots, 1)) for spill in few]
-        found: list[Program] = []
-        for made in choices:
-            if fits(made):
-                found.append(settled(made))
-                if len(found[-1].plan.resident) == len(program.candidates) or made.plan.keep <= once:
-                    break
-        if found:  # a plane that lives here saves more than the head's graph
-            return filled(max(found, key=lambda made: len(made.plan.resident)))
+        found: dict[tuple[object, ...], tuple[Choice, Program]] = {}
+        for made in [m for base in choices if fits(base) for m in settled(base)]:
+            made = filled(made)
+            plan = made.plan
+            key = (plan.slots, plan.keep, plan.spill, plan.resident)
+            if key not in found:
+                timing = timing_of(made)
+                kept, gone = len(plan.keep - once), len(plan.spill)
+                choice = Choice(len(plan.resident), kept, gone, plan.peak, timing.step, timing.busy)
+                found[key] = choice, made
+        if found:
+            shortest = min(choice.step for choice, _ in found.values())
+            ranked = sorted(found.values(), key=lambda f: f[0].step)
+            near = [f for f in ranked if f[0].step <= NEAR * shortest]
+            best = max(near, key=lambda f: f[0].resident)
+            ranked.sort(key=lambda f: f is not best)
+            return best[1].replace(plan=replace(best[1].plan, choices=tuple(choice for choice, _ in ranked)))
         least = min(choices, key=lambda made: made.plan.peak).plan
         raise BudgetError(
             f"a device budget of {show_about(program.budget)} is too small for this model at these sizes: "

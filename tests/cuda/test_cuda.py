@@ -83,13 +83,13 @@ def test_bitwise_equal_to_the_simulation_and_to_eager(
         model = Net().to(dtype)
         budget = None
         if memory:
-            probe = megatrain.compile(copy.deepcopy(model), device="cuda")
+            probe = megatrain.compile(copy.deepcopy(model), device="cuda", backend="eager")
             ids = torch.zeros(8, 128, dtype=torch.long)
             probe(ids, ids).backward()
             budget = megatrain.stats(probe).planned_peak - 2 * 8 * 128 * 512 * dtype.itemsize
         eager, simulated = copy.deepcopy(model), copy.deepcopy(model)
-        megatrain.compile(model, device="cuda", memory=budget, passes=passes(activations))
-        inline(megatrain.compile(simulated, device="cuda", memory=budget, passes=passes(activations)))
+        megatrain.compile(model, device="cuda", backend="eager", memory=budget, passes=passes(activations))
+        inline(megatrain.compile(simulated, device="cuda", backend="eager", memory=budget, passes=passes(activations)))
         runtime = model.__dict__["_megatrain"].runtime
         chance = random.Random(7)
         runtime.lanes.delay = lambda label: chance.choice([0.0, 0.0, 0.002])
@@ -108,7 +108,7 @@ def test_bitwise_equal_to_the_simulation_and_to_eager(
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
 def test_the_planned_peak_bounds_the_measured_one(activations: str):
     torch.manual_seed(0)
-    model = megatrain.compile(Net(1024, 8).bfloat16(), device="cuda", passes=passes(activations))
+    model = megatrain.compile(Net(1024, 8).bfloat16(), device="cuda", backend="eager", passes=passes(activations))
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -124,7 +124,7 @@ def test_the_planned_peak_bounds_the_measured_one(activations: str):
 
 
 def test_gradients_are_complete_and_pinned_planes_adopted():
-    model = megatrain.compile(Net(), device="cuda")
+    model = megatrain.compile(Net(), device="cuda", backend="eager")
     ids = torch.zeros(8, 128, dtype=torch.long)
     model(ids, ids).backward()
     assert all(p.grad is not None and p.grad.device.type == "cpu" for p in model.parameters())
@@ -132,7 +132,7 @@ def test_gradients_are_complete_and_pinned_planes_adopted():
 
 
 def test_inputs_anywhere_outputs_on_the_device():
-    model = megatrain.compile(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), device="cuda")
+    model = megatrain.compile(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), device="cuda", backend="eager")
     x = torch.randn(3, 8, requires_grad=True)
     y = model(x)
     y.sum().backward()
@@ -151,7 +151,7 @@ def test_a_failing_op_surfaces_and_the_next_step_is_right():
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layers(x)
 
-    model = megatrain.compile(Fails(), device="cuda")
+    model = megatrain.compile(Fails(), device="cuda", backend="eager")
     x = torch.randn(4, 8)
     expected = model(x).detach().cpu()
     runtime = model.__dict__["_megatrain"].runtime
