@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -28,12 +28,13 @@ from megatrain.calls import (
     ones_of,
     refuse_hooks,
 )
-from megatrain.capture import Capture, capture
+from megatrain.capture import capture
 from megatrain.deferred import HOMES, Home, Updates, quiet
 from megatrain.executable import Executable, executable_of
 from megatrain.host import HostBuffer
 from megatrain.lanes import Lanes
 from megatrain.liveness import peak
+from megatrain.made import Made
 from megatrain.offline import (
     arguments_of,
     broken_guard,
@@ -68,21 +69,6 @@ class Stats:
     planned_peak: int = 0
     device_peak: int = 0
     budget: int = 0
-
-
-@dataclass(eq=False)
-class Made:
-    """A capture with its partitioned program and the executables made of it, by sizes and form."""
-
-    capture: Capture
-    program: Program
-    planned: dict[Any, Program] = field(default_factory=dict)
-    executables: dict[Any, Executable] = field(default_factory=dict)
-    sizes: dict[Any, dict[sympy.Symbol, int] | None] = field(default_factory=dict)
-    written: tuple[str, ...] = ()
-    """Paths of the arguments that the forward writes into."""
-    ones: frozenset[str] = frozenset()
-    """Paths of the arguments that are all ones in every call that it serves."""
 
 
 class Compiled:
@@ -366,6 +352,8 @@ class Compiled:
             program = sized(made.program, call, sizes, extra)
             program = program.replace(update=self.updates.rule, gradient_room=room, staging=staging)
             program = program.replace(candidates=candidates, state_bytes=state_bytes)
+            if program.backend == "inductor" and not made.compiles(shapes, self.warned):
+                program = program.replace(backend="eager")
             planned = run(program, before, self.observing)
             if candidates != planned.plan.resident:  # from now on there are fewer candidates
                 self.rooms.resident = planned.plan.resident

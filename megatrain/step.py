@@ -17,7 +17,8 @@ from megatrain.runtime import Frame
 from megatrain.watching import transformed
 
 if TYPE_CHECKING:
-    from megatrain.compiled import Compiled, Made
+    from megatrain.compiled import Compiled
+    from megatrain.made import Made
 
 
 class Running:

@@ -119,3 +119,23 @@ def test_what_a_loss_does_not_reach_has_no_gradient(activations: str) -> None:
         assert (p.grad is None) == (q.grad is None)
         if p.grad is not None:
             torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_more_shapes_than_are_worth_compiling(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("megatrain.made.MOST_SHAPES", 1)
+    eager = llama()
+    ours = megatrain.compile(copy.deepcopy(eager), device="cpu", backend="inductor")
+    with caplog.at_level(logging.INFO, logger="megatrain"):
+        for length in (16, 20, 24, 16):
+            for m in (eager, ours):
+                m(input_ids=ids(0, length), labels=ids(0, length)).loss.backward()
+    for p, q in zip(eager.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-5)
+    said = [r.getMessage().splitlines()[0] for r in caplog.records]
+    assert said == [
+        "megatrain: compiling for input_ids [2, 16], labels [2, 16]",
+        "megatrain: compiled for 1 sets of sizes already: input_ids [2, 20], labels [2, 20] and any other runs "
+        "uncompiled, which is slower",
+    ]
