@@ -76,8 +76,10 @@ class Body:
 
     def cut(self, through: Sequence[int], values: Sequence[Tensor], weights: Sequence[Tensor]) -> Cut | None:
         """The compiled template for gradients that come through these results, where there is one."""
+        if self.fused is None or not through:
+            return None
         with self.casting():
-            return self.fused.cut([*values, *weights], (*self.needs, *self.trains), through) if self.fused else None
+            return self.fused.cut([*values, *weights], (*self.needs, *self.trains), through)
 
     def recorded(self, values: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[list[Tensor], Sequence[Tensor]]:
         """(leaves, results) of a run with autograd on; a leaf for each value and weight."""

@@ -22,6 +22,7 @@ from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatrain.opaque import Opaque
 from megatrain.program import TemplateGraph
 
 LOG = logging.getLogger("megatrain")
@@ -167,14 +168,15 @@ PAIRS: WeakKeyDictionary[fx.GraphModule, Pair] = WeakKeyDictionary()
 
 
 def pair_of(template: TemplateGraph, backend: str, through: Sequence[int]) -> Pair | None:
-    """The template compiled, where the backend does that: not what draws random numbers, which would draw others, and
-    not what is too small to gain."""
+    """The template compiled, where the backend does that: not what draws random numbers, which would draw others, not
+    what runs code of the user's, which would run once, and not what is too small to gain."""
     code = template.graph
-    calls = sum(n.op == "call_function" for n in code.graph.nodes)
-    if backend != "inductor" or template.random or calls <= SMALL:
+    calls = [n.target for n in code.graph.nodes if n.op == "call_function"]
+    own = template.once or any(isinstance(target, Opaque) for target in calls)
+    if backend != "inductor" or template.random or own or len(calls) <= SMALL:
         return None
     if code not in PAIRS:
         loss = torch.ops.megatrain.linear_cross_entropy.default  # makes its gradients with its result: never run twice
-        budget = 1.0 if any(n.target is loss for n in code.graph.nodes) else KEPT
+        budget = 1.0 if loss in calls else KEPT
         PAIRS[code] = Pair(code, Fused(code), tuple(through), budget)
     return PAIRS[code]

@@ -139,3 +139,12 @@ def test_more_shapes_than_are_worth_compiling(
         "megatrain: compiled for 1 sets of sizes already: input_ids [2, 20], labels [2, 20] and any other runs "
         "uncompiled, which is slower",
     ]
+
+
+def test_hooks_of_children_run_in_every_call() -> None:
+    ours = megatrain.compile(llama(), device="cpu", backend="inductor")
+    seen: list[int] = []
+    ours.model.layers[1].mlp.register_forward_hook(lambda *_: seen.append(1))
+    for _ in range(3):
+        ours(input_ids=ids(0), labels=ids(0)).loss.backward()
+    assert len(seen) == 3
