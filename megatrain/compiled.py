@@ -91,6 +91,11 @@ class Compiled:
         self.signature = inspect.signature(forward)
         self.device, self.budget, self.options = device, budget, options
         self.backend, self.compute_dtype = backend, compute_dtype
+        self.task = -2
+        """The run of autograd's engine that last came here."""
+        self.adds = backend != "eager"
+        """Gradients are added on the device to those of backwards before; in another order than autograd's, where a
+        loss has another part too."""
         self.host_memory = host_memory
         """Host bytes that the model and its optimizers may take; 0: what there is."""
         self.first, self.rest = split(passes)
@@ -335,17 +340,24 @@ class Compiled:
             place.copy_(t)
 
     def executable(
-        self, made: Made, call: Call, sizes: Mapping[sympy.Symbol, int], extra: bool, wanted: tuple[bool, ...]
+        self,
+        made: Made,
+        call: Call,
+        sizes: Mapping[sympy.Symbol, int],
+        extra: bool,
+        wanted: tuple[bool, ...],
+        adding: frozenset[str] = frozenset(),
     ) -> Executable:
         """The schedule for these sizes, ready to run; made when it is first needed.  A backward that is given other
-        gradients than every one that could be (`wanted`) is emitted from the same plan."""
+        gradients than every one that could be (`wanted`), or adds to the gradients of planes (`adding`), is emitted
+        from the same plan."""
         shapes = tuple(arguments_of(made.program, call).items())
         flags = tuple(t.requires_grad for t in call.tensors.values())
         candidates, state_bytes = self.rooms.candidates(made.program)
         room, staging = self.rooms.gradients(), self.rooms.staging()
         form = (shapes, flags, extra, self.updates.rule, room, staging, candidates, tuple(state_bytes.values()))
-        if (form, wanted) in made.executables:
-            return made.executables[form, wanted]
+        if (form, wanted, adding) in made.executables:
+            return made.executables[form, wanted, adding]
         before = [p for p in self.rest if p.needs not in ("planned", "scheduled")]
         after = self.rest[len(before) :]
         if form not in made.planned:
@@ -357,17 +369,17 @@ class Compiled:
             planned = run(program, before, self.observing)
             if candidates != planned.plan.resident:  # from now on there are fewer candidates
                 self.rooms.resident = planned.plan.resident
-                return self.executable(made, call, sizes, extra, wanted)
+                return self.executable(made, call, sizes, extra, wanted, adding)
             made.planned[form] = planned
-        program = run(made.planned[form].replace(wanted=wanted), after, self.observing)
+        program = run(made.planned[form].replace(wanted=wanted, adding=adding), after, self.observing)
         if len(made.executables) >= MOST_EXECUTABLES:
             oldest = next(iter(made.executables))
             del made.executables[oldest]
             made.planned.pop(oldest[0], None)
         runtime = self.runtime
         layouts = runtime.store.layouts | (runtime.transfers.layouts if runtime.transfers else {})
-        made.executables[form, wanted] = executable_of(program, self.device, layouts, self.tensors)
-        return made.executables[form, wanted]
+        made.executables[form, wanted, adding] = executable_of(program, self.device, layouts, self.tensors)
+        return made.executables[form, wanted, adding]
 
 
 def _nothing() -> None:

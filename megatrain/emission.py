@@ -298,6 +298,11 @@ def _backward(e: _Emitter, spilled: dict[str, str]) -> tuple[tuple[Op, ...], tup
                 gslots.append(slot)
                 continue
             gslots.append(_slot(e, slot, "gradients", size))
+            if p in program.adding and users[p] == 1:
+                into.append(p)
+                ops.append(
+                    Op(_label("add", layer.label + suffix), "prefetch", (f"{p.removesuffix('.w')}.dw",), (slot,))
+                )
             if not left[p] and p in resident:
                 home = f"h{resident.index(p)}"
                 leaving.append(Op(_label("acc", layer.label + suffix), "compute", (slot, home), (home,), "gradients"))
@@ -328,7 +333,7 @@ def _backward(e: _Emitter, spilled: dict[str, str]) -> tuple[tuple[Op, ...], tup
             trains=tuple(map(index, trained)),
             state=state,
         )
-        homes = [f"h{resident.index(p)}" for p in into]
+        homes = [gslots[trained.index(p)] for p in into]
         call = _body(e, layer, spec, "bwd.keep" if keep else "bwd", inputs, outputs, after)
         reads = ([f"k_{layer.label}"] if keep else []) + [place.get(n, n) for n in layer.reads] + slots
         reads += ([f"rng_{layer.label}"] if state else []) + upstream + before + old + homes

@@ -92,10 +92,11 @@ def _steps(e: Executable) -> dict[str, Step]:
         size = 0
         if op.verb == "prefetch":
             source = op.reads[0]
-            held[op.writes[0]] = source
-            size = e.layouts[source].bytes if source in e.layouts else nbytes(types[source])
-            if source not in e.layouts:
-                held[op.writes[0]] = types[source]
+            plane = f"{source.removesuffix('.dw')}.w" if source.endswith(".dw") else source
+            if source in types:  # a layer's input
+                held[op.writes[0]], size = types[source], nbytes(types[source])
+            else:
+                held[op.writes[0]], size = plane, (e.layouts if plane == source else e.grad_layouts)[plane].bytes
         elif op.verb == "offload":
             target, source = op.writes[0], held[op.reads[0]]
             if isinstance(source, str):  # the plane whose gradients they are

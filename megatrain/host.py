@@ -286,3 +286,21 @@ class GradientPlanes:
         lease = buffer.lease()
         made[at : at + 1] = [(buffer, weakref.ref(lease))]
         return buffer, buffer.tensors(layout, lease)
+
+    def holding(
+        self, name: str, layout: Layout, gradients: Sequence[Tensor | None]
+    ) -> tuple[HostBuffer, list[Tensor]] | None:
+        """The buffer in which these gradients lie, each in its place (None: there is no such one yet), with fresh
+        tensors over it; None where they lie elsewhere."""
+        for buffer, ref in self._made.get(name, ()):
+            lease = ref()
+            here = zip(layout.entries, gradients, strict=True)
+            if lease is not None and all(g is None or _lies(g, e, buffer.flat.data_ptr()) for e, g in here):
+                return buffer, buffer.tensors(layout, lease)
+        return None
+
+
+def _lies(t: Tensor, e: Entry, start: int) -> bool:
+    """Whether a tensor is entry `e` of the memory at `start`."""
+    same = t.dtype == e.dtype and tuple(t.shape) == tuple(e.shape) and t.stride() == tuple(e.strides)
+    return same and t.device.type == "cpu" and t.data_ptr() == start + e.offset

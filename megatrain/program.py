@@ -124,7 +124,7 @@ class BodySpec:
     adds: tuple[int, ...] = ()
     sums: tuple[int, ...] = ()
     into: tuple[int, ...] = ()
-    """Planes whose gradients live on the device: what this backward makes is added to those of the ones before."""
+    """Planes whose gradients live on the device, or have been fetched: what this backward makes is added to them."""
     wants: tuple[int, ...] = ()
     trains: tuple[int, ...] = ()
     state: bool = False
@@ -187,6 +187,9 @@ class Program:
     needs: frozenset[str] = frozenset()
     wanted: tuple[bool, ...] = ()
     """Which of the caller's results have a gradient in the backward half; empty: every one that can."""
+    adding: frozenset[str] = frozenset()
+    """Host planes whose gradients are there already, from backwards before: the backward half fetches them, adds its
+    own and sends the sum back."""
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
     """Autocast as it was around the call: (device type, dtype)."""
     templates: tuple[TemplateGraph, ...] = ()

@@ -66,14 +66,7 @@ class Resident:
 
     def add(self, made: Mapping[str, Tensor]) -> None:
         """Adds gradients of a backward, or begins with them."""
-        views = self.gradient_views
-        old = [n for n in made if n in self.has]
-        new = [n for n in made if n not in self.has]
-        if old:
-            torch._foreach_add_([views[n] for n in old], [made[n] for n in old])
-        if new:
-            torch._foreach_copy_([views[n] for n in new], [made[n] for n in new])
-        self.has.update(made)
+        add_into(self.gradient_views, self.has, made)
 
     @cached_property
     def names(self) -> list[str]:
@@ -135,6 +128,17 @@ class Resident:
         host._settle = settle  # type: ignore[attr-defined]
         self.landing.append(weakref.ref(host))
         return host
+
+
+def add_into(views: Mapping[str, Tensor], has: set[str], made: Mapping[str, Tensor]) -> None:
+    """Adds what was made to the gradients that there are (`has`), and begins the others with it."""
+    old = [n for n in made if n in has]
+    new = [n for n in made if n not in has]
+    if old:
+        torch._foreach_add_([views[n] for n in old], [made[n] for n in old])
+    if new:
+        torch._foreach_copy_([views[n] for n in new], [made[n] for n in new])
+    has.update(made)
 
 
 class Landing(Tensor):

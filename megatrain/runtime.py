@@ -17,7 +17,7 @@ from megatrain.host import GradientPlanes, HostBuffer, norms, round_up
 from megatrain.lanes import Lanes, Ticket
 from megatrain.meter import Meter
 from megatrain.program import DTYPES, BodySpec
-from megatrain.residence import Resident, Slots
+from megatrain.residence import Resident, Slots, add_into
 from megatrain.schedule import PAGE, Op, on_host, prev_of
 from megatrain.store import Store
 from megatrain.text import show_op
@@ -36,6 +36,8 @@ class Frame:
     grads: dict[str, tuple[HostBuffer, list[Tensor]]] = field(default_factory=dict)
     defined: set[str] = field(default_factory=set)
     """Dotted names of the parameters that have got a gradient."""
+    added: dict[str, set[str]] = field(default_factory=dict)
+    """By plane, the parameters whose gradients of backwards before are fetched and added to."""
     done: Callable[[], Any] = lambda: None
     """Gives the host buffers of spilled values back; at the latest when the frame goes."""
     land: Callable[[Mapping[str, Tensor]], None] | None = None
@@ -188,7 +190,7 @@ class Runtime:
     def prefetch(self, op: Op, step: Step, frame: Frame) -> None:
         source = op.reads[0]
         planes = self.transfers.buffers if self.transfers and source in self.transfers.buffers else self.store.planes
-        buffer = planes[source] if source in planes else frame.spilled[source]
+        buffer = frame.grads[source][0] if source in frame.grads else planes.get(source) or frame.spilled[source]
         self.slots[op.writes[0]][: step.size].copy_(buffer.flat[: step.size], non_blocking=True)
 
     def offload(self, op: Op, step: Step, frame: Frame) -> None:
@@ -253,7 +255,9 @@ class Runtime:
                 frame.defined.add(name)
         with torch.no_grad():
             for plane, new in living.items():
-                self.residents[plane].add(new)
+                resident = self.residents.get(plane)
+                has = resident.has if resident else frame.added[plane]
+                add_into(resident.gradient_views if resident else dict(places.values()), has, new)
         if frame.land is None:
             self.note_norms(frame.executable, spec, step.planes, targets)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -18,6 +18,7 @@ from megatrain.watching import transformed
 
 if TYPE_CHECKING:
     from megatrain.compiled import Compiled
+    from megatrain.host import HostBuffer
     from megatrain.made import Made
 
 
@@ -120,10 +121,15 @@ class Running:
                 "compute this gradient with an eager copy: copy.deepcopy(model)"
             )
         flags = tuple(g is not None for g in grads)
-        executable = c.executable(self.made, self.call, self.sizes, self.extra, flags)
+        with quiet():
+            partial = not all(map(accumulates, self.parameters.values()))
+            adding = {} if partial else self.adding()
+        executable = c.executable(self.made, self.call, self.sizes, self.extra, flags, frozenset(adding))
         full = all(f or not d for f, d in zip(flags, self.differentiable(), strict=True))
-        if full and self.update == c.updates.rule:
+        if full and self.update == c.updates.rule and not adding:
             executable = frame.executable
+        fetched = {n for op in executable.schedule.backward if op.verb == "prefetch" for n in op.reads}
+        adding = {p: held for p, held in adding.items() if f"{p.removesuffix('.w')}.dw" in fetched}  # used once
         frame.executable = executable
         s = executable.schedule
         c.ran("train", executable)
@@ -135,11 +141,12 @@ class Running:
         for op in s.backward:
             for target in op.writes:
                 if op.verb == "offload" and target.endswith(".dw"):
-                    layout = executable.grad_layouts[f"{target.removesuffix('.dw')}.w"]
-                    frame.grads[target] = c.runtime.gradients.take(target, layout)
+                    plane = f"{target.removesuffix('.dw')}.w"
+                    layout = executable.grad_layouts[plane]
+                    frame.grads[target] = adding.get(plane) or c.runtime.gradients.take(target, layout)
+        old = self.fetched(adding)
+        frame.added = {plane: set(names) for plane, names in old.items()}
         c.runtime.claim(executable)
-        with quiet():
-            partial = not all(map(accumulates, self.parameters.values()))
         filled = {p for p in executable.residents if self.begun(p, executable, partial)}
         try:
             frame.land = c.updates.begin_backward(self.parameters, partial)
@@ -150,9 +157,12 @@ class Running:
             for target, (_, tensors) in frame.grads.items():
                 plane = f"{target.removesuffix('.dw')}.w"
                 names = [e.name for e in executable.grad_layouts[plane].entries]
+                has = old.get(plane, {})
                 made = {n: t for n, t in zip(names, tensors, strict=True) if n in frame.defined}
-                c.updates.norms.note(plane, [made.get(n) for n in names])
-                by_name |= made
+                for n in has.keys() & made.keys():  # in the place of autograd
+                    torch.autograd.graph.increment_version(has[n])
+                c.updates.norms.note(plane, [has.get(n, made.get(n)) for n in names])
+                by_name |= {n: t for n, t in made.items() if n not in has}
             for plane in executable.residents:
                 by_name |= self.resided(plane, executable, plane in filled)
             if waiting := [p for p in executable.residents if p not in filled]:
@@ -167,6 +177,37 @@ class Running:
             g = inputs.get(name)
             out.append(None if g is None else g.detach().to(self.call.tensors[target].device))
         return out
+
+    def adding(self) -> dict[str, tuple[HostBuffer, list[Tensor]]]:
+        """The planes whose gradients, of backwards before, lie as this one's will: these are added on the device, with
+        fresh tensors over the memory.  Not where somebody listens to gradients, where another forward's may come in the
+        same backward, and not with backend "eager": autograd adds what one backward makes first."""
+        c = self.compiled
+        others = any(f.values for f in c.runtime.frames if f is not self.frame) or c.task == engine_run()
+        c.task = engine_run()
+        if not c.adds or c.updates.rule or others:
+            return {}
+        found: dict[str, tuple[HostBuffer, list[Tensor]]] = {}
+        for op in self.frame.executable.schedule.backward:
+            for target in op.writes:
+                if op.verb != "offload" or not target.endswith(".dw"):
+                    continue
+                plane = f"{target.removesuffix('.dw')}.w"
+                layout = self.frame.executable.grad_layouts[plane]
+                ps = [c.tensors[entry.name] for entry in layout.entries]
+                if all(p.grad is None for p in ps) or any(map(listened, ps)):
+                    continue
+                if held := c.runtime.gradients.holding(target, layout, [p.grad for p in ps]):
+                    found[plane] = held
+        return found
+
+    def fetched(self, adding: Iterable[str]) -> dict[str, dict[str, Tensor]]:
+        """By plane, the gradients that there are, by name."""
+        c = self.compiled
+        with quiet():
+            names = {plane: [e.name for e in self.frame.executable.grad_layouts[plane].entries] for plane in adding}
+            grads = {plane: {n: c.tensors[n].grad for n in ns} for plane, ns in names.items()}
+        return {plane: {n: g for n, g in found.items() if g is not None} for plane, found in grads.items()}
 
     def begun(self, plane: str, executable: Executable, partial: bool) -> bool:
         """A backward is about to add to the gradients of a plane that lives on the device: those that somebody has
@@ -243,6 +284,11 @@ def accumulates(p: Tensor) -> bool:
         return torch._C._will_engine_execute_node(node)  # type: ignore[arg-type]
     except RuntimeError:  # a leaf in torch.autograd.grad
         return False
+
+
+def listened(p: Tensor) -> bool:
+    """Whether somebody is called with the parameter's gradient."""
+    return bool(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))
 
 
 def batched(g: Tensor | None) -> bool:

@@ -148,8 +148,15 @@ MODES: dict[str, Callable[[Any], Any]] = {
     "device": lambda m: megatrain.compile(m, device="cpu", memory="1GiB"),
     "some": lambda m: megatrain.compile(m, device="cpu", memory="150KiB"),
     "streamed": lambda m: megatrain.compile(m, device="cpu"),
+    "adding": lambda m: adding(megatrain.compile(m, device="cpu")),
 }
-"""Where state lives; `streamed`: on the host, and updates run on the device."""
+"""Where state lives; `streamed`: on the host, and updates run on the device; `adding`: gradients are added there."""
+
+
+def adding(model: Any) -> Any:
+    """As backend "inductor" does."""
+    model.__dict__["_megatrain"].adds = True
+    return model
 
 
 @pytest.mark.parametrize("seed", SEEDS)
