@@ -19,7 +19,7 @@ from megatrain import kernels, settings
 COPIED = 1 << 28
 """Bytes of a copy that is timed."""
 
-STEPPED = 1 << 23
+STEPPED = 1 << 25
 """Parameters of an update that is timed."""
 
 UPDATE_BYTES = 26
