@@ -12,11 +12,14 @@ from megatrain.passes.partition import Partition
 from megatrain.passes.plan import BudgetError, Plan
 from megatrain.passes.prefetch import Prefetch
 from megatrain.passes.prune import Prune
+from megatrain.passes.simplify import Simplify
 
-DEFAULT = (Hoist(), Causal(), FuseLoss(), Partition(), Differentiate(), Plan(), Emit(), Prefetch(), Prune())
+DEFAULT = (
+    Hoist(), Simplify(), Causal(), FuseLoss(), Partition(), Differentiate(), Plan(), Emit(), Prefetch(), Prune(),
+)  # fmt: skip
 """The compiler, in order."""
 
-ALL = (Hoist, Causal, FuseLoss, Partition, Differentiate, Plan, Emit, Prefetch, Prune)
+ALL = (Hoist, Simplify, Causal, FuseLoss, Partition, Differentiate, Plan, Emit, Prefetch, Prune)
 
 __all__ = [
     "ALL",
@@ -31,4 +34,5 @@ __all__ = [
     "Plan",
     "Prefetch",
     "Prune",
+    "Simplify",
 ]

@@ -54,11 +54,12 @@ def mlp(passes: tuple[Pass, ...] = DEFAULT_PASSES) -> Program:
 
 def test_the_default_order() -> None:
     assert [str(p) for p in DEFAULT_PASSES] == [
-        "hoist", "causal", "fuse_loss", "partition", "differentiate", "plan", "emit", "prefetch", "prune",
+        "hoist", "simplify", "causal", "fuse_loss", "partition", "differentiate", "plan", "emit", "prefetch", "prune",
     ]  # fmt: skip
     assert pipeline(DEFAULT_PASSES) == DEFAULT_PASSES
     assert [[p.name for p in part] for part in split(DEFAULT_PASSES)] == [
-        ["hoist", "causal", "fuse_loss", "partition"], ["differentiate", "plan", "emit", "prefetch", "prune"],
+        ["hoist", "simplify", "causal", "fuse_loss", "partition"],
+        ["differentiate", "plan", "emit", "prefetch", "prune"],
     ]  # fmt: skip
 
 
@@ -80,7 +81,7 @@ def test_options_at_their_default_are_left_out() -> None:
         (
             "plam",
             "no pass is named 'plam'; there are causal, differentiate, emit, fuse_loss, hoist, partition, plan, "
-            "prefetch, prune",
+            "prefetch, prune, simplify",
         ),
         ("plan{slot=2}", "pass plan has no option slot; it has activations, slots"),
         ("prune{by=2}", "pass prune has no option by; it has none"),
@@ -101,7 +102,7 @@ def test_a_text_that_is_no_pass(text: str, said: str) -> None:
         (
             (*DEFAULT_PASSES, Prune()),
             "pass prune is in the pipeline twice: "
-            "hoist, causal, fuse_loss, partition, differentiate, plan, emit, prefetch, prune, prune\n"
+            "hoist, simplify, causal, fuse_loss, partition, differentiate, plan, emit, prefetch, prune, prune\n"
             "remove one",
         ),
         (
@@ -128,8 +129,7 @@ def test_a_pipeline_that_cannot_be(passes: tuple[Pass, ...], said: str) -> None:
 
 
 def test_names_are_passes() -> None:
-    passes = [str(p) for p in DEFAULT_PASSES if p.name != "plan"]
-    passes.insert(5, "plan{slots=1}")
+    passes = ["plan{slots=1}" if p.name == "plan" else str(p) for p in DEFAULT_PASSES]
     assert [s.name for s in mlp(passes=pipeline(passes)).schedule.slots if s.role == "weights"] == ["w0"]
 
 
