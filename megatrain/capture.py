@@ -25,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from megatrain.calls import Call, CaptureError, hooks_of
 from megatrain.cleaning import Copier
+from megatrain.effects import sweep
 from megatrain.opaque import Opaque, tracing
 from megatrain.program import Input, Program
 from megatrain.structure import Leaf, Structure, flatten, sanitized, unique
@@ -266,7 +267,7 @@ def _captured(
     guards = [g for g in guards if not (g.free_symbols & free) and g is not sympy.true]
     _attach(root, graph, model, constants, source)
     module = fx.GraphModule(root, graph, type(model).__name__)
-    module.graph.eliminate_dead_code()
+    sweep(module.graph)
     module.recompile()
     program = Program(
         stage="captured",

@@ -12,6 +12,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from megatrain import ops
+from megatrain.effects import may_alias, writes_into
 from megatrain.opaque import OPERATOR, Opaque
 
 ASSERTIONS = (
@@ -35,6 +36,10 @@ class Copier:
     ):
         self.graph, self.home, self.device, self.guards, self.opaque = graph, home, device, guards, opaque
         self.grad_ish: set[fx.Node] = set()
+        self.made_of: dict[fx.Node, frozenset[fx.Node]] = {}
+        """The nodes that made the memory that a node may share; a node that is not in it made its own."""
+        self.grad_roots: set[fx.Node] = set()
+        """Those of them into which something was written that a gradient may flow through."""
 
     def run(
         self, source: fx.GraphModule, env: dict[fx.Node, Any], wrap: tuple[Any, ...] = (), no_grad: bool = False
@@ -84,9 +89,15 @@ class Copier:
             target, args = ops.without_grad, (target, *args)  # type: ignore[misc]
         made = self.graph.create_node(node.op, target, args, kwargs, name=node.name)  # type: ignore[arg-type]
         made.meta.update(node.meta)
+        if shared := [self.roots(a) for a in may_alias(made)]:
+            self.made_of[made] = frozenset().union(*shared)
         if tracked and not no_grad:
             self.grad_ish.add(made)
+            self.grad_roots.update(*(self.roots(a) for a in writes_into(made)))
         return made
+
+    def roots(self, node: fx.Node) -> frozenset[fx.Node]:
+        return self.made_of.get(node, frozenset([node]))
 
     def region(self, inner: fx.GraphModule, args: list[Any], wrap: Any, no_grad: bool) -> list[Any]:
         placeholders = inner.graph.find_nodes(op="placeholder")
@@ -100,7 +111,10 @@ class Copier:
         return a
 
     def differentiable(self, node: fx.Node) -> bool:
-        """Whether a gradient may flow through `node`: it is made from a parameter or from a floating point argument."""
+        """Whether a gradient may flow through `node`: it is made from a parameter or from a floating point argument, or
+        such a value was written into its memory."""
+        if self.roots(node) & self.grad_roots:
+            return True
         if node.op not in ("placeholder", "get_attr"):
             return node in self.grad_ish
         value = node.meta.get("val")

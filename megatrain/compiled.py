@@ -363,7 +363,7 @@ class Compiled:
         if form not in made.planned:
             program = sized(made.program, call, sizes, extra)
             program = program.replace(update=self.updates.rule, gradient_room=room, staging=staging)
-            program = program.replace(candidates=candidates, state_bytes=state_bytes)
+            program = program.replace(candidates=candidates, state_bytes=state_bytes, spare=self.rooms.spare())
             if program.backend == "inductor" and not made.compiles(shapes, self.warned):
                 program = program.replace(backend="eager")
             planned = run(program, before, self.observing)

@@ -101,3 +101,14 @@ def _nodes(values: Iterable[Any]) -> list[fx.Node]:
 def runs_hooks(node: fx.Node) -> bool:
     """Whether the call runs a user's hooks, which must happen once."""
     return isinstance(operation(node)[0], Opaque)
+
+
+def sweep(graph: fx.Graph) -> None:
+    """Removes calls whose results nobody reads, unless they do something else too: write, draw, run hooks.  Of a call
+    under no_grad fx would not know."""
+
+    def stays(node: fx.Node) -> bool:
+        does = node.op == "call_function" and (draws(node) or bool(writes_into(node)) or runs_hooks(node))
+        return does or node.is_impure()
+
+    graph.eliminate_dead_code(stays)

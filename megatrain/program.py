@@ -222,6 +222,8 @@ class Program:
     """Bytes of each of two slots through which updates of host planes go on the device; 0: none does."""
     gradient_room: int = 0
     """Host bytes for gradients whose update waits until the backward has ended."""
+    spare: int = 0
+    """Host bytes for inputs of layers that go there although the device has room for them."""
     candidates: tuple[str, ...] = ()
     """Host planes that may live on the device, the first ones first."""
     state_bytes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))

@@ -10,6 +10,7 @@ from torch import nn
 from megatrain import device
 from megatrain.deferred import quiet
 from megatrain.host import available
+from megatrain.offline import grad_layout
 from megatrain.program import Program
 from megatrain.streamed import ELEMENT, MOST
 
@@ -87,6 +88,14 @@ class Rooms:
             self.stepper = id(stepper)
             self.waiting = max(0, self.host()) // 2 if c.host_memory else 0
         return self.waiting if stepper is not None else 0
+
+    def spare(self) -> int:
+        """Host bytes that are free, and that neither gradients nor optimizer state are still to take."""
+        c = self.compiled
+        gradients = sum(grad_layout(names, c.tensors).bytes for names in c.planes.values())
+        coming = max(0, gradients - c.runtime.gradients.bytes)
+        most = min(self.host(), available() - sum(opt.coming() for opt in c.updates.holders))
+        return max(0, most - coming)
 
     def host(self) -> int:
         """Host bytes that are free, of those that the model may take."""

@@ -151,6 +151,10 @@ class HostOptimizer(Keeping, torch.optim.Optimizer):
         """Host bytes of its state."""
         return state_bytes(self.held, self.moments)
 
+    def coming(self) -> int:
+        """Bytes of these that no step has written yet, and that so take no memory yet."""
+        return state_bytes((p for p in self.held if "step" not in dict.get(self.state, p, {})), self.moments)
+
     def sharing(self, updates: Updates) -> Sharing | None:
         """What runs updates of a compiled model's planes on the host and the device together; None where the host alone
         does."""

@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch import fx
 
-from megatrain.effects import family, operation
+from megatrain.effects import family, operation, sweep
 from megatrain.graphs import copied, evaluated
 from megatrain.indexed import Indexed, equals_causal, evaluate
 from megatrain.pipeline import Pass
@@ -60,7 +60,7 @@ class Causal(Pass):
                 continue
             guards.extend(conditions)
             _replace(node, kind == "causal")
-        module.graph.eliminate_dead_code()
+        sweep(module.graph)
         module.recompile()
         return program.replace(
             graph=module,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from megatrain.effects import family
+from megatrain.effects import family, sweep
 from megatrain.graphs import copied
 from megatrain.losses import linear_cross_entropy, shape_of
 from megatrain.pipeline import Pass
@@ -49,7 +49,7 @@ class FuseLoss(Pass):
                     fuse(node, *found, program.training)
         elif not self.skip_logits:
             return program
-        graph.eliminate_dead_code()
+        sweep(graph)
         module.recompile()
         return program.replace(graph=module)
 

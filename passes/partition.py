@@ -96,9 +96,11 @@ def _layer_call(node: fx.Node, layer_of: Mapping[str, str]) -> tuple[str, str] |
 
 def _sink(graph: fx.Graph, segment: dict[fx.Node, int]) -> None:
     """Moves what only a later stretch between layers needs (shifted labels, say) to where it is needed."""
-    written = {a for n in graph.nodes for a in writes_into(n)}
+    made_of = roots(graph)
+    written = {r for n in graph.nodes for a in writes_into(n) for r in made_of[a]}
     for node in reversed(_calls(graph)):
-        if segment[node] % 2 or draws(node) or writes_into(node) or node in written or node.target is operator.getitem:
+        fixed = draws(node) or any(made_of[a] & written for a in (node, *node.all_input_nodes))
+        if segment[node] % 2 or fixed or node.target is operator.getitem:
             continue
         users = [segment[u] for u in node.users if u in segment]
         if len(users) == len(node.users) and users and min(users) % 2 == 0:

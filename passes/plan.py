@@ -39,7 +39,8 @@ class Plan(Pass):
 
     What room is left then goes to planes that live on the device, to graphs of compiled layers, or to that of what
     comes after the last layer (the head and the loss), whose backward comes next: in shares of which each is simulated,
-    and the one with the shortest step is taken.  Raises BudgetError."""
+    and the one with the shortest step is taken.  For compiled layers so is sending all inputs to the host, where that
+    has the memory twice.  Raises BudgetError."""
 
     name, needs, gives = "plan", "differentiated", "planned"
     slots: int = 2
@@ -109,6 +110,10 @@ class Plan(Pass):
         if not fits(choices[-1]):  # spilling costs slots of its own, so that more of it is not always less
             few = range(count + 1) if program.training else (0,)
             choices += [tried(slots, 0, spill) for slots in dict.fromkeys((self.slots, 1)) for spill in few]
+        if program.backend != "eager" and program.training and not program.extra and program.budget:
+            bare = tried(self.slots, 0, count)  # the link is idle where layers are long: room for their graphs
+            if 0 < spilled_bytes(bare) <= program.spare // 2:
+                choices.append(bare)
         found: dict[tuple[object, ...], tuple[Choice, Program]] = {}
         for made in [m for base in choices if fits(base) for m in settled(base)]:
             made = filled(made)
@@ -153,6 +158,12 @@ def deferred(program: Program) -> tuple[str, ...]:
             found.append(plane)
             room -= size
     return tuple(found)
+
+
+def spilled_bytes(program: Program) -> int:
+    """Host bytes of the layer inputs that a plan sends there."""
+    schedule = emitted(program)[0]
+    return sum(schedule.slot_bytes[op.reads[0]] for op in schedule.forward if op.verb == "offload")
 
 
 def _most(count: int, fits: Callable[[int], bool]) -> int:

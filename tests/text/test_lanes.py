@@ -98,7 +98,9 @@ def test_first_failure_wins_and_running_ops_end():
     lanes.finish()
 
 
-def test_ctrl_c_in_finish_skips_the_queue_and_leaves_lanes_usable():
+def test_ctrl_c_in_finish_skips_the_queue_and_leaves_lanes_usable(request: pytest.FixtureRequest):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     lanes, ran, waiting = ThreadLanes(), [], threading.Event()
 
     def all_lanes():

@@ -1,0 +1,99 @@
+"""In-place writes, no_grad and random draws in the order of eager: values, gradients, buffers, the random stream."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import megatrain
+
+
+class Layers(nn.Module):
+    """Two layers, with `between` after each."""
+
+    def __init__(self, between: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.register_buffer("ema", torch.zeros(8, 8))
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.between is sunk:
+            x = x * 2
+            total = x.sum()
+            x.mul_(0.5)
+        else:
+            total = torch.zeros(())
+        for layer in self.layers:
+            x = self.between(self, torch.tanh(layer(x)))
+        return x.square().mean() + total
+
+
+def average(self: Any, x: Tensor) -> Tensor:
+    """A buffer that nobody reads is written under no_grad."""
+    with torch.no_grad():
+        self.ema.lerp_(self.layers[0].weight, 0.1)
+    return x
+
+
+def draw(self: Any, x: Tensor) -> Tensor:
+    """A draw under no_grad that nobody reads moves the random stream on."""
+    with torch.no_grad():
+        nn.functional.dropout(x, 0.5)
+    return nn.functional.dropout(x, 0.5)
+
+
+def read_then_write(self: Any, x: Tensor) -> Tensor:
+    """What is read before the write is of the value before."""
+    h = x * 2
+    total = h.sum()
+    h.mul_(0.5)
+    return h + total
+
+
+def view_then_write(self: Any, x: Tensor) -> Tensor:
+    h = x * 2
+    first = h[:1]
+    later = first + 1
+    h.add_(3)
+    return h * later
+
+
+def written_with_a_gradient(self: Any, x: Tensor) -> Tensor:
+    """Memory that carries a gradient only since something was written into it, read under no_grad."""
+    z = torch.zeros(x.shape)
+    view = z[:, :4]
+    view.copy_(x[:, :4])
+    with torch.no_grad():
+        scale = z * 2 + 1
+    return x * scale + z
+
+
+def sunk(self: Any, x: Tensor) -> Tensor:
+    """What was read before a write ahead of the layers is used behind them."""
+    return x
+
+
+CASES = [sunk, average, draw, read_then_write, view_then_write, written_with_a_gradient]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_as_in_eager(case: Any) -> None:
+    torch.manual_seed(0)
+    eager = Layers(case)
+    ours = megatrain.compile(copy.deepcopy(eager), device="cpu")
+    x = torch.randn(4, 8)
+    losses: list[Tensor] = []
+    for m in (eager, ours):
+        torch.manual_seed(1)
+        loss = m(x) + m(x)
+        loss.backward()
+        losses.append(loss.detach())
+    assert torch.equal(*losses)
+    for p, q in zip(eager.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+    assert torch.equal(eager.ema, ours.ema)  # type: ignore[arg-type]
