@@ -61,6 +61,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--backend", default=None, help="megatrain's backend=")
     parser.add_argument("--skip-logits", action="store_true", help="megatrain's skip_logits=")
     parser.add_argument("--trace", action="store_true", help="also tell how long each of megatrain's compute ops takes")
+    parser.add_argument("--chrome", type=Path, help="write megatrain's traced steps there, for chrome://tracing")
     parser.add_argument("--show", action="store_true", help="print megatrain's schedule")
     parser.add_argument("--against", type=Path, help="JSON lines of an earlier run, to compare tok/s with")
     parser.add_argument("--here", action="store_true", help="run the one system in this process, for a profiler")

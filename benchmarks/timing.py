@@ -6,7 +6,9 @@ import argparse
 import datetime
 import importlib
 import importlib.util
+import json
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,8 @@ def train(
     starts: list[float] = []
     for ids in tokens:
         starts.append(time.perf_counter())
+        if len(starts) > 1:
+            print(f"step {len(losses)} of {len(tokens)}: {starts[-1] - starts[-2]:.3f} s", file=sys.stderr, flush=True)
         loss = 0.0
         for part in ids.split(args.batch):
             part = part.to(args.device)
@@ -137,12 +141,15 @@ def of_megatrain(
 ) -> Row:
     """What a few traced steps and the plan tell: how long lanes are busy, the bound, planned bytes."""
     import megatrain
+    from megatrain.timeline import chrome_trace
 
     traced = tokens[:TRACED]
     lanes = lanes_of(model)
     lanes.trace = trace = []
     train(system, traced, args)
     lanes.trace = None
+    if args.chrome:
+        args.chrome.write_text(json.dumps(chrome_trace(trace)))
     if args.trace:
         print("compute, ms:", per_op(trace), flush=True)
     if args.show:

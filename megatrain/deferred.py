@@ -201,19 +201,19 @@ class Updates:
         return store.planes[home.plane].array(entry)
 
     def issue(
-        self, works: Mapping[str, Callable[[], None]], rule: str, residents: Collection[str]
+        self, planes: Collection[str], work: Callable[[str], Callable[[], None]], rule: str, residents: Collection[str]
     ) -> dict[str, Ticket]:
         """Hands updates to the host lane, by weight plane, in the order in which the next forward needs them; those of
-        `residents` to the device."""
-        planes = tuple(works)
+        `residents` to the device.  `work` is asked for that of a plane when those before it have been handed over, so
+        that the first runs meanwhile."""
         slots = {p: names for p, names in self.runtime.resident_slots.items() if p in residents}
-        key = (rule, *planes, *(names[1] for p, names in slots.items() if p in works))
+        key = (rule, *planes, *(names[1] for p, names in slots.items() if p in planes))
         if key not in self._ops:
-            self._ops[key] = update_ops(self.schedule, planes, rule, slots)
+            self._ops[key] = update_ops(self.schedule, tuple(planes), rule, slots)
         ops = self.half = self._ops[key]
         living = {names[1]: plane for plane, names in slots.items()}
         plane_of = {op.label: living[op.reads[0]] if op.verb == "compute" else op.writes[0] for op in ops}
-        tickets = self.runtime.update(ops, {label: works[plane] for label, plane in plane_of.items()})
+        tickets = self.runtime.update(ops, lambda label: work(plane_of[label]))
         return {plane_of[label]: ticket for label, ticket in tickets.items()}
 
     def on_host(self, work: Callable[[], Any]) -> Any:

@@ -21,6 +21,23 @@ Array = np.ndarray[Any, Any]
 Group = dict[str, Any]
 Numbers = dict[Any, Any]
 """A rule's constants by (group, step, factor)."""
+Due = tuple[Group, nn.Parameter, Tensor]
+"""A parameter that is to be updated, its group's options and its gradient."""
+
+UPDATES = ("auto", "host", "device", "in-backward")
+
+
+def check_options(update: str, max_grad_norm: float | None) -> None:
+    """Raises ValueError for options of an optimizer that there are not, or not together."""
+    if update not in UPDATES:
+        raise ValueError(f"update={update!r}: there is {', '.join(map(repr, UPDATES))}")
+    if update == "in-backward" and max_grad_norm is not None:
+        raise ValueError(
+            "max_grad_norm with update='in-backward': the norm of all gradients is known only when the backward "
+            "ends; use update='host' to clip"
+        )
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm={max_grad_norm}: give a positive number, or None")
 
 
 @dataclass(eq=False)
@@ -61,7 +78,6 @@ class Work:
     zeroed: list[Tensor] = field(default_factory=list)
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """(to, from) of what is on the host and is needed on the device."""
-    parameters: list[nn.Parameter] = field(default_factory=list)
     after: list[Callable[[], Any]] = field(default_factory=list)
     """What is to be done when all is updated."""
     pinned: list[HostBuffer] = field(default_factory=list)

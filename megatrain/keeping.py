@@ -131,7 +131,6 @@ class Keeping:
         work.zeroed += [t for z in zeroed if (t := here[id(z)]) is not None]
         if not resident.holds_gradient(held.home.name, grad):
             work.copies.append((gradient, grad.detach()))
-        work.parameters.append(p)
         constants = self.constants(group, step, factor, numbers)
         flats = [t.as_strided((t.numel(),), (1,)) for t in (weight, gradient, *moments)]
         rest = None if remainder is None else remainder.as_strided((remainder.numel(),), (1,))

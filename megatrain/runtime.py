@@ -100,18 +100,22 @@ class Runtime:
         lanes.finish(("h2d", "d2h") if self.device.type == "cuda" else ("h2d", "compute", "d2h"))
         return updates
 
-    def update(self, ops: Sequence[Op], work: Mapping[str, Callable[[], None]]) -> dict[str, Ticket]:
-        """Issues the update half, and returns without waiting; `work` gives what each op does, by label.  Tickets by
-        label."""
+    def update(self, ops: Sequence[Op], work: Callable[[str], Callable[[], None]]) -> dict[str, Ticket]:
+        """Issues the update half, and returns without waiting; `work` gives what an op does, by its label, when those
+        before it have been issued.  Tickets by label."""
         found: dict[str, Ticket] = {}
         self.lanes.begin()
-        for op in ops:
-            self.lines[op.label] = show_op(op)
-            waits = [t for wait in op.after for t in self.resolved(wait, op, {})]
-            ticket = self.lanes.issue(op.lane, op.label, work[op.label], waits, always=True)
-            for name in op.touches:
-                self.last.setdefault(name, {})[op.lane] = ticket
-            found[op.label] = ticket
+        try:
+            for op in ops:
+                self.lines[op.label] = show_op(op)
+                waits = [t for wait in op.after for t in self.resolved(wait, op, {})]
+                ticket = self.lanes.issue(op.lane, op.label, work(op.label), waits, always=True)
+                for name in op.touches:
+                    self.last.setdefault(name, {})[op.lane] = ticket
+                found[op.label] = ticket
+        except BaseException:
+            self.lanes.finish()
+            raise
         return found
 
     def resolved(self, wait: str, op: Op, tickets: Mapping[str, Ticket]) -> Sequence[Ticket]:

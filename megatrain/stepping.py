@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,9 @@ from megatrain.clip import clip_factor, total_norm
 from megatrain.deferred import HOMES, Home, Land, Updates, quiet
 from megatrain.host import Layout, gradient_dtype
 from megatrain.hostbytes import check_room, state_bytes
-from megatrain.hoststate import Array, Group, Held, Numbers, State, Work, alias, state_plane
+from megatrain.hoststate import Array, Due, Group, Held, Numbers, State, Work, alias, check_options, state_plane
 from megatrain.keeping import Keeping
 from megatrain.streamed import Sharing
-
-UPDATES = ("auto", "host", "device", "in-backward")
 
 
 class HostOptimizer(Keeping, torch.optim.Optimizer):
@@ -36,15 +34,7 @@ class HostOptimizer(Keeping, torch.optim.Optimizer):
     moments: tuple[str, ...] = ()
 
     def __init__(self, params: Any, defaults: Group, max_grad_norm: float | None, update: str):
-        if update not in UPDATES:
-            raise ValueError(f"update={update!r}: there is {', '.join(map(repr, UPDATES))}")
-        if update == "in-backward" and max_grad_norm is not None:
-            raise ValueError(
-                "max_grad_norm with update='in-backward': the norm of all gradients is known only when the backward "
-                "ends; use update='host' to clip"
-            )
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm={max_grad_norm}: give a positive number, or None")
+        check_options(update, max_grad_norm)
         self.max_grad_norm = max_grad_norm
         self.update = update
         self.grad_norm: Tensor = torch.tensor(math.nan)
@@ -193,26 +183,32 @@ class HostOptimizer(Keeping, torch.optim.Optimizer):
                     raise RuntimeError(f"{self.home(p).name} has a sparse gradient: use torch.optim.SparseAdam for it")
             self.hold(p for _, p, _ in given)
             clip = self.clipping([(p, grad) for _, p, grad in given])
-            works: dict[tuple[Updates, str], Work] = {}
+            due: dict[Updates, dict[str, list[Due]]] = {}
+            for each in given:
+                home = self.held[each[1]].home
+                if updates := home.updates():
+                    due.setdefault(updates, {}).setdefault(home.plane, []).append(each)
             numbers: Numbers = {}
-            for group, p, grad in given:
-                home = self.held[p].home
-                updates = home.updates()
-                assert updates is not None
-                work = works.setdefault((updates, home.plane), Work())
-                foreign = p._version != self.held[p].version
-                resident = self.residing(updates, home.plane)
-                if resident and resident.stale({home.name: p}):  # written on the host since the forward
-                    work.copies.append((resident.weight_views[home.name], p.detach()))
-                self.written(p)
-                factor = clip * updates.factor(home.plane, p)
-                if resident:
-                    self.add_resident(work, group, p, grad, factor, numbers, foreign, resident)
-                else:
-                    self.add(work, group, p, grad, factor, numbers, foreign)
-            for updates in dict.fromkeys(u for u, _ in works):
-                self.issue(updates, {plane: w for (u, plane), w in works.items() if u is updates})
+            for updates, planes in due.items():
+                self.issue(updates, planes, clip, numbers)
         return loss
+
+    def work(self, updates: Updates, plane: str, due: Iterable[Due], clip: np.float32, numbers: Numbers) -> Work:
+        """The update of a plane."""
+        work = Work()
+        resident = self.residing(updates, plane)
+        for group, p, grad in due:
+            home = self.held[p].home
+            foreign = p._version != self.held[p].version
+            if resident and resident.stale({home.name: p}):  # written on the host since the forward
+                work.copies.append((resident.weight_views[home.name], p.detach()))
+            self.written(p)
+            factor = clip * updates.factor(plane, p)
+            if resident:
+                self.add_resident(work, group, p, grad, factor, numbers, foreign, resident)
+            else:
+                self.add(work, group, p, grad, factor, numbers, foreign)
+        return work
 
     def add(
         self,
@@ -228,7 +224,6 @@ class HostOptimizer(Keeping, torch.optim.Optimizer):
         held = self.held[p]
         step, zeroed = self.begun(p, held, foreign)
         work.zeroed += zeroed
-        work.parameters.append(p)
         arrays = held.arrays(p, grad)
         updates = held.home.updates()
         sharing = self.sharing(updates) if updates else None
@@ -296,15 +291,20 @@ class HostOptimizer(Keeping, torch.optim.Optimizer):
         state["step"] += 1
         return int(state["step"]), zeroed
 
-    def issue(self, updates: Updates, works: Mapping[str, Work]) -> None:
+    def issue(self, updates: Updates, planes: Mapping[str, Sequence[Due]], clip: np.float32, numbers: Numbers) -> None:
         residents = updates.runtime.residents if self.keeps(updates) else {}
-        for plane, ticket in updates.issue(works, self.rule, residents).items():
+
+        def work(plane: str) -> Work:
+            return self.work(updates, plane, planes[plane], clip, numbers)
+
+        for plane, ticket in updates.issue(planes, work, self.rule, residents).items():
+            parameters = [p for _, p, _ in planes[plane]]
             if resident := residents.get(plane):
-                updated = {self.held[p].home.name: p for p in works[plane].parameters}
+                updated = {self.held[p].home.name: p for p in parameters}
                 resident.newer.update(updated)
                 with quiet():
                     resident.loaded |= {n: p._version for n, p in updated.items()}
-            updates.defer(plane, ticket, works[plane].parameters)
+            updates.defer(plane, ticket, parameters)
             if plane in self.exposed:
                 updates.settle(plane)
                 if resident:
