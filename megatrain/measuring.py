@@ -19,6 +19,8 @@ LOG = logging.getLogger("megatrain")
 Needs = tuple[dict[str, int], int, dict[str, float]]
 """Workspace bytes by kind of body, as in `Derivative.workspace`, the bytes that a kept graph holds, seconds by kind."""
 
+UNSPLIT = 1 << 20
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -68,7 +70,7 @@ class Trial:
         workspace["fwd.keep"] = most - left
         graph = held[-1]
         del held
-        kept = torch.cuda.memory_allocated() - before
+        kept = torch.cuda.memory_allocated() - before + unsplit(graph.saved or ())
         made, most, _ = tried(
             "bwd.keep", lambda: body(specs["bwd.keep"]).backward(values, weights, graph, None, given, [], {})
         )
@@ -90,6 +92,13 @@ def taken(work: Callable[[], Any]) -> tuple[Any, int, int, float]:
     torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     return made, torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before, seconds
+
+
+def unsplit(tensors: Iterable[Any]) -> int:
+    """Bytes that the allocator may hand out beyond those of these tensors: of a large block it splits off only more
+    than `UNSPLIT`."""
+    large = {t.untyped_storage()._cdata for t in tensors if isinstance(t, Tensor) and t.nbytes > UNSPLIT}
+    return UNSPLIT * len(large)
 
 
 def fresh(tensors: Iterable[Tensor | None]) -> int:
