@@ -19,7 +19,12 @@ from megatrain.watching import is_plain
 
 
 class CaptureError(ValueError):
-    """The model cannot be captured for this call: names the module, the line and the cure."""
+    """The model cannot be captured for this call: names the module, the line and the cure.  `layerwise`: its own
+    forward can run as it is, with its layers captured."""
+
+    def __init__(self, message: str, layerwise: bool = False):
+        super().__init__(message)
+        self.layerwise = layerwise
 
 
 class Call:

@@ -9,38 +9,41 @@ it: the guards on sizes, and the structure of the result.
 from __future__ import annotations
 
 import inspect
-import linecache
+import io
+import logging
 import threading
-import traceback
 import warnings
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
 from torch import fx, nn
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from megatrain.calls import Call, CaptureError, hooks_of
 from megatrain.cleaning import Copier
 from megatrain.effects import sweep
+from megatrain.faults import check_traced, explained, to_call_whole
 from megatrain.opaque import Opaque, tracing
 from megatrain.program import Input, Program
 from megatrain.structure import Leaf, Structure, flatten, sanitized, unique
 from megatrain.watching import Reads, Refused, watched
 
+SYMBOLS = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+
 
 @dataclass(frozen=True)
 class Capture:
     """A captured program with what a call needs: how its result is put together, the tensors that are constants, and
-    the attributes that must be what they were."""
+    the attributes that must be what they were.  `whole` gives the children that are called whole, and why."""
 
     program: Program
     structure: Structure
     constants: Mapping[str, torch.Tensor]
     reads: Reads
+    whole: Mapping[str, str]
 
 
 def capture(
@@ -58,23 +61,31 @@ def capture(
     that the branches that eager takes for them are the ones recorded.  With `distinct`, sizes that occur twice in a
     tensor are told apart first.  Raises CaptureError."""
     home = next((t.device for t in model.state_dict(keep_vars=True).values()), torch.device("cpu"))
-    error: Exception | None = None
-    for sizes in (_distinct_sizes(call), {}) if distinct else ({},):
-        structure = Structure()
-        try:
-            with watched(model) as reads, _traced(model, forward, call, structure), tracing(model) as opaque:
-                exported = _export(model, call, sizes, home)
-            _check_traced(exported)
-        except Refused as e:
-            error = e
-            break
-        except Exception as e:
-            error = error or e
-            continue
-        program, constants = _captured(exported, structure, call, home, device, names, model, opaque)
-        return Capture(program, structure, constants, reads)
-    assert error is not None
-    raise CaptureError(_explain(model, error)) from error
+    whole: dict[str, str] = {}
+    while True:
+        error: Exception | None = None
+        for sizes in (_distinct_sizes(call), {}) if distinct else ({},):
+            structure = Structure()
+            try:
+                with (
+                    watched(model) as reads,
+                    _traced(model, forward, call, structure),
+                    tracing(model, whole) as opaque,
+                ):
+                    exported = _export(model, call, sizes, home)
+                check_traced(exported)
+            except Refused as e:
+                error = e
+                break
+            except Exception as e:
+                error = error or e
+                continue
+            program, constants = _captured(exported, structure, call, home, device, names, model, opaque)
+            return Capture(program, structure, constants, reads, whole)
+        assert error is not None
+        if not (more := to_call_whole(model, error, whole)):
+            raise CaptureError(explained(model, error), layerwise=True) from error
+        whole |= more
 
 
 def _distinct_sizes(call: Call) -> dict[tuple[int, int], int]:
@@ -99,11 +110,20 @@ def _export(model: nn.Module, call: Call, sizes: Mapping[tuple[int, int], int], 
 
     tensors = call.tensors.values()
     shapes = tuple({d: torch.export.Dim.AUTO for d, s in enumerate(t.shape) if s >= 2} for t in tensors)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), redirect_stderr(io.StringIO()), _silenced(SYMBOLS):  # of what it cannot trace
         warnings.filterwarnings(
             "ignore", r"The tensor attributes? .*_flat_weights"
         )  # nn.LSTM's second list of its weights
         return torch.export.export(model, tuple(map(example, tensors)), dynamic_shapes=shapes or None, strict=False)
+
+
+@contextmanager
+def _silenced(logger: logging.Logger) -> Generator[None, None, None]:
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 @contextmanager
@@ -138,55 +158,6 @@ def _traced(
         del model.__dict__["forward"]
         if own is not None:
             model.__dict__["forward"] = own
-
-
-def _check_traced(exported: Any) -> None:
-    """Raises Refused for nodes that schedules cannot hold."""
-    for module in exported.graph_module.modules():
-        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-            where = _model_line(node)
-            if str(node.target) == "aten.embedding.default" and len(node.args) > 4 and node.args[4]:
-                raise Refused(f"sparse gradients are not supported{where}", "create the embedding with sparse=False")
-            if free_unbacked_symbols(node.meta.get("val")):
-                raise Refused(
-                    f"the size of a tensor depends on the data of another{where}",
-                    "write this line so that sizes are known beforehand (torch.where, masks)",
-                )
-
-
-def _model_line(node: fx.Node) -> str:
-    """The innermost line of code outside torch that made the node, as export has noted it."""
-    lines = str(node.meta.get("stack_trace", "")).splitlines()
-    files = [i for i, line in enumerate(lines) if line.lstrip().startswith("File ")]
-    own = [i for i in files if "/torch/" not in lines[i]]
-    return "".join(f"\n  {line.strip()}" for line in lines[own[-1] : own[-1] + 2]) if own else ""
-
-
-def _explain(model: nn.Module, error: Exception) -> str:
-    """The innermost line of the model's code that the trace passed, the module it belongs to, the reason and the
-    cure."""
-    paths = {id(m): n for n, m in model.named_modules()}
-    where = ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        first = frame.f_code.co_varnames[0] if frame.f_code.co_argcount else ""
-        owner = frame.f_locals.get(first)
-        if isinstance(owner, nn.Module) and id(owner) in paths and frame.f_code.co_name != "__call__":
-            file = frame.f_code.co_filename
-            if "torch/nn/modules/module.py" in file:
-                continue
-            name = paths[id(owner)] or "the model itself"
-            where = (
-                f"\n  in {name} ({type(owner).__name__}), {file}:{line}\n    {linecache.getline(file, line).strip()}"
-            )
-    head = f"cannot capture {type(model).__name__}.forward: "
-    if isinstance(error, Refused):
-        return f"{head}{error}{where}\n{error.cure}"
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return (
-        f"{head}{type(error).__name__}: {reason}{where}\n"
-        "write this line without a branch or a Python value that depends on the data of a tensor (torch.where, masks), "
-        "or compile the parts of the model around it"
-    )
 
 
 def _captured(
@@ -265,7 +236,7 @@ def _captured(
         guards.extend(shape_env.replace(g.expr) for g in shape_env.guards)
     free = {s for g in guards for s in g.free_symbols} - set(symbols)
     guards = [g for g in guards if not (g.free_symbols & free) and g is not sympy.true]
-    _attach(root, graph, model, constants, source)
+    _attach(root, graph, _named(model, names) | constants, source)
     module = fx.GraphModule(root, graph, type(model).__name__)
     sweep(module.graph)
     module.recompile()
@@ -296,23 +267,22 @@ def _canonical(model: nn.Module, target: str, names: Mapping[int, str]) -> str:
 
 
 def _ties(model: nn.Module, names: Mapping[int, str]) -> dict[str, str]:
+    """Name -> canonical name, of tensors that have several; those of a part are named as in the whole model."""
     every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {n: names[id(t)] for n, t in every if names[id(t)] != n}
+    local = {id(t): n for n, t in reversed([*model.named_parameters(), *model.named_buffers()])}
+    return {n: names[id(t)] for n, t in every if local[id(t)] != n and names[id(t)] != n}
 
 
-def _attach(
-    root: nn.Module, graph: fx.Graph, model: nn.Module, constants: Mapping[str, torch.Tensor], source: fx.GraphModule
-) -> None:
+def _named(model: nn.Module, names: Mapping[int, str]) -> dict[str, torch.Tensor]:
+    """The tensors of the model, or of a part, by canonical name."""
+    return {names[id(t)]: t for t in (*model.parameters(), *model.buffers())}
+
+
+def _attach(root: nn.Module, graph: fx.Graph, tensors: Mapping[str, torch.Tensor], source: fx.GraphModule) -> None:
     """Gives `root` the attributes that `graph` names: the model's own tensors, not copies."""
     for node in graph.find_nodes(op="get_attr"):
         target = str(node.target)
-        if target in constants:
-            value: Any = constants[target]
-        elif hasattr(source, target):
-            value = getattr(source, target)
-        else:
-            owner, _, leaf = target.rpartition(".")
-            value = getattr(model.get_submodule(owner), leaf)
+        value: Any = tensors[target] if target in tensors else getattr(source, target)
         module: Any = root
         *path, leaf = target.split(".")
         for part in path:

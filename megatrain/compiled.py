@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +18,8 @@ from megatrain import settings
 from megatrain.calls import (
     Call,
     CaptureError,
-    bind_sizes,
     check_written,
-    difference,
-    mode_key,
-    module_key,
-    ones_of,
-    refuse_hooks,
 )
-from megatrain.capture import capture
 from megatrain.deferred import HOMES, Home, Updates, quiet
 from megatrain.executable import Executable, executable_of
 from megatrain.host import HostBuffer
@@ -37,23 +28,21 @@ from megatrain.liveness import peak
 from megatrain.made import Made
 from megatrain.offline import (
     arguments_of,
-    broken_guard,
-    described,
     layout,
-    observers_of,
     sized,
     tensors_of,
 )
-from megatrain.pipeline import Pass, run, split
+from megatrain.pieces import Pieces
+from megatrain.pipeline import Observer, Pass, run, split
 from megatrain.planes import layer_of, planes_of
 from megatrain.program import Plan, Program
-from megatrain.rates import rates_of
 from megatrain.rooms import Rooms
 from megatrain.runtime import Runtime
 from megatrain.schedule import Schedule
 from megatrain.step import Running, Step
 from megatrain.store import adopt
-from megatrain.transfer import Transfers, casting, without_gradients
+from megatrain.transfer import Transfers
+from megatrain.units import Unit
 from megatrain.watching import global_hooks, transformed
 
 LOG = logging.getLogger("megatrain")
@@ -87,8 +76,7 @@ class Compiled:
         lanes: Lanes,
         options: tuple[Any, ...],
     ):
-        self.forward = forward
-        self.signature = inspect.signature(forward)
+        self.whole = Unit(self, forward)
         self.device, self.budget, self.options = device, budget, options
         self.backend, self.compute_dtype = backend, compute_dtype
         self.task = -2
@@ -101,12 +89,11 @@ class Compiled:
         self.first, self.rest = split(passes)
         self.runtime = Runtime(device, lanes, pin=device.type == "cuda")
         self.runtime.measure = settings.verify_level() == 2 and backend == "eager"  # no compiled body runs in a meter
-        self.captures: dict[Any, list[Made]] = {}
-        self.reasons: list[str] = []
         self.schedules: dict[str, Schedule] = {}
         self.plans: dict[str, Plan] = {}
         """The last schedule run, and its plan, by kind; see `ran`."""
         self.warned: set[str] = set()
+        self.observing: list[Observer] = []
         self.rooms = Rooms(self)
         self.lock = threading.RLock()
         self.updates = Updates(self.runtime)
@@ -140,7 +127,9 @@ class Compiled:
             for name in names:
                 if isinstance(t := self.tensors[name], nn.Parameter):
                     HOMES[t] = Home(weakref.ref(self.updates), plane, name)
-        self.captures.clear()
+        self.whole.captures.clear()
+        self.whole.refused.clear()
+        self.pieces = Pieces(self, model)
         self.rooms.resident = None
         if self.compute_dtype:
             store, pin = self.runtime.store, self.runtime.pin
@@ -163,7 +152,7 @@ class Compiled:
         """The call, with its tensors in the dtype that is computed with."""
         if self.runtime.transfers:
             args, kwargs = self.runtime.transfers.cast((args, kwargs))
-        return Call(self.signature, args, kwargs)
+        return Call(self.whole.signature, args, kwargs)
 
     def checked(self, model: nn.Module) -> None:
         """Lays planes out again if a parameter or a module was replaced, or a parameter was given other memory."""
@@ -175,19 +164,29 @@ class Compiled:
         if transformed() or self.runtime.store.substituted():
             return self.eager(call)
         self.checked(model)
-        if call.foreign:
-            self.warn_foreign(call)
-            return self.eager(call)
         if torch.is_inference_mode_enabled():  # slots and planes made there could not be used outside
             with torch.inference_mode(False), torch.no_grad():
                 return self.locked(model, call)
-        with torch.autograd.graph.saved_tensors_hooks(_same, _same):  # the caller's are not for what is traced
-            return self.routed(model, call)
+        if call.foreign:
+            name, value = next(iter(call.foreign.items()))
+            return self.pieces.call(model, call, f"argument {name} is a {type(value).__name__}")
+        try:
+            return self.routed(model, call, self.whole)
+        except CaptureError as error:
+            if not error.layerwise:
+                raise
+            why = str(error)
+        return self.pieces.call(model, call, why)
 
-    def routed(self, model: nn.Module, call: Call) -> Any:
-        made, sizes = self.captured(model, call)
-        if made.written:
-            check_written(made.written, call)
+    def routed(self, model: nn.Module, call: Call, unit: Unit) -> Any:
+        """The result of a call of the model, or of a part of it, by a graph."""
+        with torch.autograd.graph.saved_tensors_hooks(_same, _same):  # the caller's are not for what is traced
+            made, sizes = unit.captured(model, call)
+            if made.written:
+                check_written(made.written, call)
+            return self.computed(made, sizes, call)
+
+    def computed(self, made: Made, sizes: Mapping[sympy.Symbol, int], call: Call) -> Any:
         program = made.program
         wants = program.training and bool(program.needs or any(t.requires_grad for t in call.tensors.values()))
         extra = wants and any(f.values for f in self.runtime.frames)
@@ -229,7 +228,7 @@ class Compiled:
     def prepare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Schedule:
         """Captures and schedules a call with these arguments, without running it."""
         call = self.bound(args, kwargs)
-        made, sizes = self.captured(model, call)
+        made, sizes = self.whole.captured(model, call)
         e = self.executable(made, call, sizes, False, ())
         self.ran("train" if e.schedule.backward else "eval", e)
         return e.schedule
@@ -248,88 +247,8 @@ class Compiled:
         """The call as it would be without the compiler, on the host weights."""
         self.updates.settle_all()
         args, kwargs = call.arguments([t.to("cpu") for t in call.tensors.values()])
-        result = self.forward(*args, **kwargs)
+        result = self.whole.forward(*args, **kwargs)
         return pytree.tree_map(lambda x: x.to(self.device) if isinstance(x, Tensor) else x, result)
-
-    def warn_foreign(self, call: Call) -> None:
-        name, value = next(iter(call.foreign.items()))
-        if name not in self.warned:
-            self.warned.add(name)
-            LOG.warning(
-                "megatrain: argument %s is a %s, which a graph cannot take: such calls run eagerly on the host",
-                name, type(value).__name__,
-            )  # fmt: skip
-
-    def captured(self, model: nn.Module, call: Call) -> tuple[Made, dict[sympy.Symbol, int]]:
-        """A capture whose key and guards this call meets, made now if there is none."""
-        with quiet():
-            key = (call.key, mode_key(), module_key(model))
-        shapes = tuple(t.shape for t in call.tensors.values())
-        changed = ""
-        for made in self.captures.get(key, []):
-            if attribute := made.capture.reads.changed():
-                changed = attribute
-                continue
-            if not made.ones <= ones_of(call, made.ones):
-                changed = f"{min(made.ones)} is not all ones"
-                continue
-            if shapes not in made.sizes:
-                made.sizes[shapes] = bind_sizes(made.program, call.tensors)
-            if (sizes := made.sizes[shapes]) is not None:
-                return made, sizes
-        refuse_hooks(model)
-        count = sum(map(len, self.captures.values()))
-        reason = changed or difference(key, shapes, self.captures)
-        if count >= MOST_CAPTURES:
-            seen = "\n".join(f"  {r}" for r in dict.fromkeys([*self.reasons, reason]))
-            raise CaptureError(
-                f"this model was captured {count} times and this call needs another; what keeps changing:\n{seen}\n"
-                "keep it constant between calls, pass it as a tensor, or compile a model for each value"
-            )
-        if count:
-            expected = reason.startswith("grad mode") or "all ones" in reason  # each of two is captured once
-            LOG.log(logging.INFO if expected else logging.WARNING, "megatrain: capturing again: %s", reason)
-            self.reasons.append(reason)
-        made = self.capture(model, call)
-        sizes = bind_sizes(made.program, call.tensors)
-        if sizes is None:
-            made = self.capture(model, call, distinct=False)
-            sizes = bind_sizes(made.program, call.tensors)
-        if sizes is None:
-            failed = broken_guard(made.program, call)
-            raise CaptureError(f"the captured graph does not hold for its own sizes ({failed}): give other sizes")
-        self.captures.setdefault(key, []).append(made)
-        made.sizes[shapes] = sizes
-        return made, sizes
-
-    def capture(self, model: nn.Module, call: Call, distinct: bool = True) -> Made:
-        self.updates.settle_all()
-        transfers = self.runtime.transfers
-        naming = casting(model, self.names, transfers.dtype) if transfers else nullcontext(self.names)
-        with without_gradients(self.tensors), naming as names:
-            found = capture(model, self.forward, call, self.device, names, distinct)
-        constants = {name: t.contiguous() for name, t in found.constants.items()}
-        tensors = (transfers.seen(self.tensors) if transfers else self.tensors) | constants
-        planes = dict(self.planes)
-        if constants:
-            plane = f"constants{sum(map(len, self.captures.values())) or ''}.w"
-            planes[plane] = tuple(constants)
-            self.hold(plane, constants)
-        program = described(found.program, tensors, planes, self.layers, self.budget, self.backend)
-        ones = ones_of(call, call.tensors)
-        named = tuple(i.name for i in program.inputs if i.kind == "input" and i.target in ones)
-        program = program.replace(rates=rates_of(self.device), ones=named)
-        self.observing = observers_of(program)
-        made = Made(found, run(program, self.first, self.observing))
-        made_by = {i.name: i.target for i in made.program.inputs if i.kind == "input"}
-        made.ones = frozenset(made_by[n] for n in made.program.ones)
-        made.written = tuple(made_by[n] for n in made.program.writes_back if n in made_by)
-        if written := [i.target for i in made.program.inputs if i.kind == "state" and i.target in made.program.needs]:
-            raise CaptureError(
-                f"forward writes into {written[0]}, a parameter that requires a gradient (embedding's max_norm?)\n"
-                "change it after the step instead, under torch.no_grad()"
-            )
-        return made
 
     def hold(self, plane: str, constants: Mapping[str, Tensor]) -> None:
         """Gives the constants of a capture a plane of their own."""
@@ -353,7 +272,7 @@ class Compiled:
         from the same plan."""
         shapes = tuple(arguments_of(made.program, call).items())
         flags = tuple(t.requires_grad for t in call.tensors.values())
-        candidates, state_bytes = self.rooms.candidates(made.program)
+        candidates, state_bytes = ((), self.rooms.states()) if made.part else self.rooms.candidates(made.program)
         room, staging = self.rooms.gradients(), self.rooms.staging()
         form = (shapes, flags, extra, self.updates.rule, room, staging, candidates, tuple(state_bytes.values()))
         if (form, wanted, adding) in made.executables:

@@ -100,7 +100,8 @@ def _nodes(values: Iterable[Any]) -> list[fx.Node]:
 
 def runs_hooks(node: fx.Node) -> bool:
     """Whether the call runs a user's hooks, which must happen once."""
-    return isinstance(operation(node)[0], Opaque)
+    target = operation(node)[0]
+    return isinstance(target, Opaque) and target.hooked
 
 
 def sweep(graph: fx.Graph) -> None:

@@ -24,6 +24,8 @@ class Made:
 
     capture: Capture
     program: Program
+    part: bool = False
+    """Of a part of the model, whose planes live on the host."""
     planned: dict[Any, Program] = field(default_factory=dict)
     executables: dict[Any, Executable] = field(default_factory=dict)
     sizes: dict[Any, dict[sympy.Symbol, int] | None] = field(default_factory=dict)

@@ -27,6 +27,26 @@ def layer_paths(model: nn.Module) -> tuple[str, ...]:
     return tuple(found)
 
 
+def part_paths(model: nn.Module) -> tuple[str, ...]:
+    """Dotted paths of the modules that together hold all but what their ancestors hold themselves: the layers, and of
+    what lies outside them the outermost modules that are called."""
+    layers = layer_paths(model)
+    found: list[str] = []
+
+    def visit(path: str, module: nn.Module) -> None:
+        inner = not path or any(layer.startswith(f"{path}.") for layer in layers)
+        called = type(module).forward is not nn.Module.forward
+        if path in layers or (called and not inner):
+            found.append(path)
+            return
+        for name, child in module.named_children():
+            if next(iter([*child.parameters(), *child.buffers()]), None) is not None:
+                visit(f"{path}.{name}" if path else name, child)
+
+    visit("", model)
+    return tuple(found)
+
+
 def layer_of(model: nn.Module) -> dict[str, str]:
     """Dotted path of each child of a repeated container -> the layer it belongs to: itself, or for a child without
     parameters (an activation in a Sequential) the layer before it."""

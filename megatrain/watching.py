@@ -11,6 +11,7 @@ import random
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,12 +29,26 @@ LONGEST = 1000
 DEEPEST = 6
 
 
-class Refused(Exception):
-    """The forward does what a captured graph would lose; `cure` says what to do instead."""
+_unwatched: ContextVar[bool] = ContextVar("unwatched", default=False)
 
-    def __init__(self, reason: str, cure: str):
+
+class Refused(Exception):
+    """The forward does what a captured graph would lose; `cure` says what to do instead.  `whole`: a call of the module
+    itself, in the place of what it did, would not lose it.  `path` of the module, where it is known."""
+
+    def __init__(self, reason: str, cure: str, whole: bool = False, path: str | None = None):
         super().__init__(reason)
-        self.cure = cure
+        self.cure, self.whole, self.path = cure, whole, path
+
+
+@contextmanager
+def unwatched() -> Generator[None, None, None]:
+    """Inside, what is refused for the sake of a graph is done: no graph is made of it."""
+    token = _unwatched.set(True)
+    try:
+        yield
+    finally:
+        _unwatched.reset(token)
 
 
 class Same:
@@ -126,7 +141,7 @@ def watched(model: nn.Module) -> Generator[Reads, None, None]:
     generators = _generators()
 
     def look(self: nn.Module, name: str) -> Any:
-        if id(self) in paths and (id(self), name) not in reads.found and not _owned(self, name):
+        if id(self) in paths and (id(self), name) not in reads.found and not owned(self, name):
             own = object.__getattribute__(self, "__dict__")
             if name in own or not (hasattr(type(self), name) or _holds(own, name)):
                 was = state.get((id(self), name), (_Missing, MISSING))
@@ -167,11 +182,11 @@ def _attributes(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any, Any]]:
     """(module, name, value, copy of a container) of the attributes that modules' authors gave them."""
     for module in model.modules():
         for name, value in list(module.__dict__.items()):
-            if not _owned(module, name):
+            if not owned(module, name):
                 yield module, name, value, value.copy() if isinstance(value, (list, dict, set)) else None
 
 
-def _owned(module: nn.Module, name: str) -> bool:
+def owned(module: nn.Module, name: str) -> bool:
     """Whether the attribute is torch's own: of every module, or the RNNs' second list of their weights."""
     return name in OWN or (name.startswith("_flat_weight") and isinstance(module, nn.RNNBase))
 
@@ -223,19 +238,28 @@ _APPLY: Any = torch.autograd.Function.apply.__func__  # pyright: ignore
 
 
 def _refuse_function(cls: type, *args: Any, **kwargs: Any) -> Any:
-    if cls.__module__.startswith("torch._library"):  # the backward of a registered operator stays with the operator
+    if _unwatched.get() or cls.__module__.startswith(
+        "torch._library"
+    ):  # the backward of a registered operator stays with the operator
         return _APPLY(cls, *args, **kwargs)
     raise Refused(
         f"{cls.__qualname__} is a custom autograd.Function, whose own backward a captured graph would lose",
         "write it with differentiable operations, or register it as an operator (torch.library.custom_op with "
         "register_autograd)",
+        whole=True,
     )
 
 
+_HOOK: Any = torch.Tensor.register_hook
+
+
 def _refuse_hook(*args: Any, **kwargs: Any) -> Any:
+    if _unwatched.get():
+        return _HOOK(*args, **kwargs)
     raise Refused(
         "forward puts a hook on a tensor, which a captured graph would lose",
         "put it on a parameter or on a result of the model, outside of forward",
+        whole=True,
     )
 
 

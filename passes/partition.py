@@ -311,7 +311,7 @@ def _paths(
     graph: fx.Graph, segment: dict[fx.Node, int], layer_of: Mapping[str, str], count: int
 ) -> list[tuple[str, str]]:
     """(name, label) of each segment: the layer's path and its number, or what stands between layers."""
-    order = list(layer_of)
+    order = list(dict.fromkeys(layer_of.values()))
     layers: dict[int, set[str]] = {}
     for n, k in segment.items():
         if (call := _layer_call(n, layer_of)) is not None:

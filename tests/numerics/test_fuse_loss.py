@@ -52,7 +52,7 @@ def test_the_graph_says_so_and_the_logits_stay() -> None:
     one, two = (m(input_ids=ids(0), labels=ids(0)) for m in (eager, ours))
     torch.testing.assert_close((two.loss, two.logits), (one.loss, one.logits), rtol=1e-5, atol=1e-5)
     state = ours.__dict__["_megatrain"]
-    (made,) = next(iter(state.captures.values()))
+    (made,) = next(iter(state.whole.captures.values()))
     assert "megatrain.linear_cross_entropy" in str(made.program.templates[-1].graph.graph)
     for result in (one, two):
         (result.loss + result.logits.square().mean()).backward()  # through the logits too, which is seldom
@@ -113,7 +113,7 @@ def test_a_cap_and_a_shift() -> None:
         v.backward()
     for p, q in zip(*(m.parameters() for m in models), strict=True):
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-5)
-    (made,) = next(iter(models[1].__dict__["_megatrain"].captures.values()))
+    (made,) = next(iter(models[1].__dict__["_megatrain"].whole.captures.values()))
     assert "div 5.0; tanh; mul 5.0" in str(made.program.templates[-1].graph.graph)
 
 
@@ -125,7 +125,7 @@ def test_capped_logits_stay_results() -> None:
     megatrain.compile(models[1], device="cpu", backend="inductor")
     values = [m(ids(0) % 40) for m in models]
     torch.testing.assert_close(values[1], values[0])
-    (made,) = next(iter(models[1].__dict__["_megatrain"].captures.values()))
+    (made,) = next(iter(models[1].__dict__["_megatrain"].whole.captures.values()))
     assert "linear_cross_entropy" in str(made.program.templates[-1].graph.graph)
     for loss, logits in values:
         (loss + logits.square().mean()).backward()
@@ -164,7 +164,7 @@ def test_what_is_left_as_it_is(name: str) -> None:
     megatrain.compile(models[1], device="cpu", backend="inductor")
     x = torch.randint(0, 50, (3, 7))
     values = [m(x, x.to(labels)) for m in models]
-    (made,) = next(iter(models[1].__dict__["_megatrain"].captures.values()))
+    (made,) = next(iter(models[1].__dict__["_megatrain"].whole.captures.values()))
     assert not any("linear_cross_entropy" in str(t.graph.graph) for t in made.program.templates)
     torch.testing.assert_close(*values)
     for v in values:

@@ -48,8 +48,8 @@ def test_a_llama_trains_as_eager(activations: str) -> None:
     for p, q in zip(eager.parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(q.detach(), p.detach(), rtol=1e-4, atol=1e-5)
     state = ours.__dict__["_megatrain"]
-    assert sum(map(len, state.captures.values())) == 1
-    bodies = [b for e in next(iter(state.captures.values()))[0].executables.values() for b in e.bodies.values()]
+    assert sum(map(len, state.whole.captures.values())) == 1
+    bodies = [b for e in next(iter(state.whole.captures.values()))[0].executables.values() for b in e.bodies.values()]
     layers = [b for b in bodies if b.fused is not None]
     cuts = [cut for b in layers for cut in b.fused.cuts.values()]
     assert layers and cuts

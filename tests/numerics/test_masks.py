@@ -15,7 +15,7 @@ from tests.numerics.test_inductor import ids, llama
 
 def graphs(model: Any) -> list[str]:
     """The graphs of each capture."""
-    captures = [made for found in model.__dict__["_megatrain"].captures.values() for made in found]
+    captures = [made for found in model.__dict__["_megatrain"].whole.captures.values() for made in found]
     return ["\n".join(str(t.graph.graph) for t in made.program.templates) for made in captures]
 
 
