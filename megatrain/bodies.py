@@ -58,7 +58,9 @@ class Body:
         bare = not grad or not (any(self.needs) or any(self.trains))
         if bare or (self.fused and not self.spec.keep):
             with torch.no_grad(), self.casting():
-                results = (self.fused.whole if self.fused else self.code)(*values, *weights)
+                results = (
+                    self.fused.whole(*values, *weights) if self.fused else self.code(*values, *self.flagged(weights))
+                )
             return [r.detach() for r in results] + extra + ([Kept()] if self.spec.keep else [])
         if self.fused and (cut := self.cut(self.fused.through, values, weights)):
             results = list(cut.forward(*values, *weights))
@@ -73,6 +75,11 @@ class Body:
             kept.results = tuple(get_gradient_edge(r) if r.requires_grad else None for r in results)
             extra.append(kept)
         return [r.detach() for r in results] + extra
+
+    def flagged(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """The weights that require a gradient as eager PyTorch has them under no_grad: matmul, for one, chooses its
+        kernel by that flag."""
+        return [w.detach().requires_grad_() if f else w for w, f in zip(weights, self.trains, strict=True)]
 
     def cut(self, through: Sequence[int], values: Sequence[Tensor], weights: Sequence[Tensor]) -> Cut | None:
         """The compiled template for gradients that come through these results, where there is one."""

@@ -4,7 +4,7 @@ numbers.  Read off the schemas of ATen's operators."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import fx
 
 from megatrain import ops
 from megatrain.opaque import Opaque
+from megatrain.program import Program
 
 DROPOUTS = ("aten.dropout", "aten.feature_dropout", "aten.alpha_dropout", "aten.feature_alpha_dropout")
 RNNS = ("aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu")
@@ -71,6 +72,30 @@ def roots(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
     return found
 
 
+def touched(node: fx.Node, made_of: Mapping[fx.Node, frozenset[fx.Node]]) -> tuple[set[fx.Node], set[fx.Node]]:
+    """The nodes that made the memory that a call reads, and the memory that it writes."""
+    read = {r for a in node.all_input_nodes for r in made_of[a]}
+    return read, {r for a in writes_into(node) for r in made_of[a]}
+
+
+def out_of_order(
+    calls: Iterable[fx.Node], segment: Mapping[fx.Node, int], made_of: Mapping[fx.Node, frozenset[fx.Node]]
+) -> list[tuple[int, int]]:
+    """(segment of a write and of what touches its memory afterwards, or of a read and of the write after it), where the
+    first is the higher one."""
+    found: list[tuple[int, int]] = []
+    read: dict[fx.Node, int] = {}
+    written: dict[fx.Node, int] = {}
+    for node in calls:
+        here = segment[node]
+        sources, targets = touched(node, made_of)
+        found += [(written[r], here) for r in sources if written.get(r, here) > here]
+        found += [(read[r], here) for r in targets if read.get(r, here) > here]
+        read.update((r, max(read.get(r, here), here)) for r in sources)
+        written.update((r, max(written.get(r, here), here)) for r in targets)
+    return found
+
+
 def draws(node: fx.Node) -> bool:
     """Whether the call draws random numbers as it is written (a dropout in training, attention with dropout)."""
     target, args = operation(node)
@@ -113,3 +138,31 @@ def sweep(graph: fx.Graph) -> None:
         return does or node.is_impure()
 
     graph.eliminate_dead_code(stays)
+
+
+def graded(program: Program, graph: fx.Graph) -> set[fx.Node]:
+    """The nodes whose value may need a gradient: made with autograd on, floating, from a value that needs one or that
+    such a value was written into.  An argument may need one if it is floating."""
+    kinds = {i.name: i for i in program.inputs}
+    made_of = roots(graph)
+    found: set[fx.Node] = set()
+    written: set[fx.Node] = set()
+    for node in graph.nodes if program.training else ():
+        if node.op == "placeholder":
+            i = kinds[node.name]
+            if i.target in program.needs or (i.kind == "input" and floating(node.meta.get("val"))):
+                found.add(node)
+            continue
+        if node.target is ops.without_grad or family(node) in ("aten.detach", "aten.detach_"):
+            continue
+        if any(a in found or made_of[a] & written for a in node.all_input_nodes):
+            written |= {r for a in writes_into(node) for r in made_of[a]}
+            found |= {node} if floating(node.meta.get("val")) else set()
+    return found
+
+
+def floating(value: object) -> bool:
+    """Whether a value, or a tensor among several, is of a dtype that gradients have."""
+    if isinstance(value, (tuple, list)):
+        return any(map(floating, value))
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())

@@ -9,6 +9,8 @@ import sympy
 import torch
 from torch import fx
 from torch.fx.node import map_aggregate
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 
 def copied(module: fx.GraphModule) -> fx.GraphModule:
@@ -56,6 +58,16 @@ def shape_text(node: fx.Node) -> str:
     """dtype and symbolic shape of what a node makes, or "" where it is not known."""
     value = node.meta.get("val")
     return f"{value.dtype}{tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+
+
+def number(expr: Any, sizes: Mapping[sympy.Symbol, int]) -> bool | int | float:
+    """What an expression of sizes is at these sizes, as Python computes it."""
+    value = sympy_interp(PythonReferenceAnalysis, dict(sizes), expr)
+    if isinstance(value, sympy.logic.boolalg.Boolean):
+        return bool(value)
+    if isinstance(value, sympy.Basic):
+        return int(value) if value.is_Integer else float(value)  # type: ignore[arg-type]
+    return value
 
 
 class _Name(str):

@@ -99,14 +99,15 @@ def described(
 
     `tensors` are the parameters and buffers and the (contiguous) constants by dotted name, `planes` the names in each
     host plane, `layers` as `planes.layer_of` gives them, `budget` the bytes allowed on the device (0: no limit)."""
-    trained = frozenset(n for n, t in tensors.items() if t.requires_grad) if program.training else frozenset[str]()
+    tracked = frozenset(n for n, t in tensors.items() if t.requires_grad)
     return program.replace(
         planes=MappingProxyType({plane: tuple(names) for plane, names in planes.items()}),
         layer_of=MappingProxyType(dict(layers)),
         plane_bytes=MappingProxyType({plane: layout(names, tensors).bytes for plane, names in planes.items()}),
         grad_bytes=MappingProxyType({plane: grad_layout(names, tensors).bytes for plane, names in planes.items()}),
         weights=MappingProxyType({n: (tuple(t.shape), dense_stride(t), t.dtype) for n, t in tensors.items()}),
-        needs=trained,
+        needs=tracked if program.training else frozenset(),
+        tracked=tracked,
         budget=budget,
         backend=backend,
         autocast=tuple((k, torch.get_autocast_dtype(k)) for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)),

@@ -185,6 +185,8 @@ class Program:
     training: bool = True
     """Gradients are wanted: the schedule has a backward half."""
     needs: frozenset[str] = frozenset()
+    tracked: frozenset[str] = frozenset()
+    """Weights that require a gradient, also where none is wanted: kernels are chosen by that."""
     wanted: tuple[bool, ...] = ()
     """Which of the caller's results have a gradient in the backward half; empty: every one that can."""
     adding: frozenset[str] = frozenset()

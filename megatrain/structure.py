@@ -14,7 +14,10 @@ import sympy
 import torch
 import torch.utils._pytree as pytree
 
-from megatrain.graphs import evaluated
+from megatrain.graphs import number
+
+SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
+"""What is computed from sizes while a model is traced."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Structure:
             elif leaf.kind == "weight":
                 found.append(weights[leaf.name])
             elif leaf.kind == "size":
-                found.append(int(evaluated(leaf.value, sizes)))
+                found.append(number(leaf.value, sizes))
             else:
                 found.append(leaf.value)
         return self.build(found)
@@ -76,7 +79,7 @@ def flatten(value: Any, structure: Structure) -> tuple[Any, ...]:
 
 
 def _take(value: Any, path: str, leaves: list[Any], paths: list[str]) -> Callable[[list[Any]], Any]:
-    if isinstance(value, (torch.Tensor, torch.SymInt)):
+    if isinstance(value, (torch.Tensor, *SIZES)):
         index = len(leaves)
         leaves.append(value)
         paths.append(path)
@@ -105,7 +108,7 @@ def _holds_tensor(value: Any, seen: set[int]) -> bool:
         return False
     seen.add(id(value))
     for part in pytree.tree_leaves(list(_fields(value).values())):
-        if isinstance(part, (torch.Tensor, torch.SymInt)) or _holds_tensor(part, seen):
+        if isinstance(part, (torch.Tensor, *SIZES)) or _holds_tensor(part, seen):
             return True
     return False
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatrain.bodies import Body
 from megatrain.costs import work_of
 from megatrain.fused import Pair, pair_of
-from megatrain.graphs import evaluated
+from megatrain.graphs import number
 from megatrain.measuring import Trial
 from megatrain.meter import Meter
 from megatrain.pipeline import Pass
@@ -47,7 +47,7 @@ class Differentiate(Pass):
             values = [env[n] for n in layer.reads]
             needs = tuple(n in carries for n in layer.reads)
             weights = [program.planes[layer.planes[p]][e] for p, e in template.weights]
-            trains = tuple(w in program.needs for w in weights)
+            trains = tuple(w in (program.needs if program.training else program.tracked) for w in weights)
             key = (template.name, tuple((v.shape, v.stride(), v.dtype) for v in values), needs, trains)
             if key not in made:
                 variant = _concrete(program, template, layer, sum(k[0] == template.name for k in made))  # type: ignore
@@ -79,9 +79,9 @@ def _arguments(program: Program, mode: FakeTensorMode) -> dict[str, Tensor]:
 
 def _concrete(program: Program, template: TemplateGraph, layer: Layer, variants: int) -> TemplateGraph:
     """The template with this call's sizes written into its code, under a name of its own."""
-    values = iter([int(evaluated(e, program.sizes)) for e in layer.ints])
+    values = iter([number(e, program.sizes) for e in layer.ints])
     graph = fx.Graph()
-    env: dict[fx.Node, fx.Node | int] = {}
+    env: dict[fx.Node, fx.Node | float] = {}
     placeholders = template.graph.graph.find_nodes(op="placeholder")
     for n in placeholders[len(placeholders) - template.ints :] if template.ints else []:
         env[n] = next(values)

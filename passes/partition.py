@@ -13,7 +13,7 @@ import sympy
 import torch
 from torch import fx, ops
 
-from megatrain.effects import draws, roots, runs_hooks, writes_into
+from megatrain.effects import draws, graded, out_of_order, roots, runs_hooks, touched, writes_into
 from megatrain.graphs import size_of, text_of
 from megatrain.pipeline import Pass
 from megatrain.program import Layer, Program, TemplateGraph
@@ -37,7 +37,8 @@ class Partition(Pass):
         result = graph.graph_copy(program.graph.graph, {})
         graph.output(result)
         weights = {i.name for i in program.inputs if i.kind == "weight"}
-        segment, owner = _by_module(graph, program.layer_of, weights)
+        ordered = graded(program, graph) if program.backend == "eager" else set[fx.Node]()
+        segment, owner = _by_module(graph, program.layer_of, weights, ordered)
         if not owner:
             segment = _by_width(graph, self.pieces)
         segment = _untangled(graph, segment)
@@ -50,24 +51,30 @@ def _calls(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _by_module(
-    graph: fx.Graph, layer_of: Mapping[str, str], weights: Container[str]
+    graph: fx.Graph, layer_of: Mapping[str, str], weights: Container[str], ordered: Container[fx.Node]
 ) -> tuple[dict[fx.Node, int], dict[int, str]]:
     """Segment of each node, and the layer path of each odd segment.  Layers get odd numbers in order of their
     calls, what lies between them even ones; a node outside the layers comes after all it reads and after the last
-    random draw."""
+    random draw; so does what writes, after all that has read its memory, and what reads, after all that has written.
+    Nodes in `ordered` stay in the order of the graph, in which autograd adds gradients, last use first."""
     segment: dict[fx.Node, int] = {}
+    made_of = roots(graph)
+    read: dict[fx.Node, int] = {}
+    written: dict[fx.Node, int] = {}
     latest: dict[str, int] = {}
     owner: dict[int, str] = {}
     calls: dict[str, int] = {}
-    last_draw = 0
+    last_draw = last_ordered = 0
     for node in _calls(graph):
+        sources, targets = touched(node, made_of)
         need = max((segment.get(a, 0) for a in node.all_input_nodes), default=0)
+        need = max([need, *(written.get(r, 0) for r in sources), *(read.get(r, 0) for r in targets)])
         if node.target is operator.getitem:
             segment[node] = need
             continue
         key = _layer_call(node, layer_of)
         if key is None:
-            at = max(need, last_draw) if draws(node) else need
+            at = max(need, last_draw if draws(node) else 0, last_ordered if node in ordered else 0)
             segment[node] = at + at % 2
         else:
             call, path = key
@@ -78,8 +85,12 @@ def _by_module(
             segment[node] = latest[layer] = calls[call]
         if draws(node):
             last_draw = max(last_draw, segment[node])
+        if node in ordered:
+            last_ordered = max(last_ordered, segment[node])
+        read.update((r, max(read.get(r, 0), segment[node])) for r in sources)
+        written.update((r, max(written.get(r, 0), segment[node])) for r in targets)
     if owner:
-        _sink(graph, segment)
+        _sink(graph, segment, ordered)
         _absorb(segment, weights, max(owner))
     return segment, owner
 
@@ -94,12 +105,12 @@ def _layer_call(node: fx.Node, layer_of: Mapping[str, str]) -> tuple[str, str] |
     return None
 
 
-def _sink(graph: fx.Graph, segment: dict[fx.Node, int]) -> None:
+def _sink(graph: fx.Graph, segment: dict[fx.Node, int], ordered: Container[fx.Node]) -> None:
     """Moves what only a later stretch between layers needs (shifted labels, say) to where it is needed."""
     made_of = roots(graph)
     written = {r for n in graph.nodes for a in writes_into(n) for r in made_of[a]}
     for node in reversed(_calls(graph)):
-        fixed = draws(node) or any(made_of[a] & written for a in (node, *node.all_input_nodes))
+        fixed = node in ordered or draws(node) or any(made_of[a] & written for a in (node, *node.all_input_nodes))
         if segment[node] % 2 or fixed or node.target is operator.getitem:
             continue
         users = [segment[u] for u in node.users if u in segment]
@@ -176,6 +187,9 @@ def _untangled(graph: fx.Graph, segment: dict[fx.Node, int]) -> dict[fx.Node, in
         for a in node.all_input_nodes:
             if a in segment and joined[segment[a]] > joined[segment[node]]:
                 join(joined[segment[node]], joined[segment[a]])
+    for first, last in out_of_order(calls, segment, made_of):
+        if joined[first] > joined[last]:
+            join(joined[last], joined[first])
     for node in calls:
         for written in writes_into(node):
             here = joined[segment[node]]

@@ -7,11 +7,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
-from megatrain import ops
-from megatrain.effects import draws, family, may_alias, roots, writes_into
+from megatrain.effects import draws, family, graded, may_alias, roots, writes_into
 from megatrain.graphs import copied
 from megatrain.pipeline import Pass
 from megatrain.program import Program
@@ -81,31 +79,3 @@ def places(graph: fx.Graph, layer_of: Mapping[str, str]) -> Iterator[tuple[fx.No
         call = next((call for call, (path, _) in stack.items() if path in layer_of), "")
         last = call or last
         yield node, (call,) if call else (last, *stack)
-
-
-def graded(program: Program, graph: fx.Graph) -> set[fx.Node]:
-    """The nodes whose value may need a gradient: made with autograd on, floating, from a value that needs one or that
-    such a value was written into.  An argument may need one if it is floating."""
-    kinds = {i.name: i for i in program.inputs}
-    made_of = roots(graph)
-    found: set[fx.Node] = set()
-    written: set[fx.Node] = set()
-    for node in graph.nodes if program.training else ():
-        if node.op == "placeholder":
-            i = kinds[node.name]
-            if i.target in program.needs or (i.kind == "input" and floating(node.meta.get("val"))):
-                found.add(node)
-            continue
-        if node.target is ops.without_grad or family(node) in ("aten.detach", "aten.detach_"):
-            continue
-        if any(a in found or made_of[a] & written for a in node.all_input_nodes):
-            written |= {r for a in writes_into(node) for r in made_of[a]}
-            found |= {node} if floating(node.meta.get("val")) else set()
-    return found
-
-
-def floating(value: object) -> bool:
-    """Whether a value, or a tensor among several, is of a dtype that gradients have."""
-    if isinstance(value, (tuple, list)):
-        return any(map(floating, value))
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())

@@ -78,7 +78,14 @@ def sunk(self: Any, x: Tensor) -> Tensor:
     return x
 
 
-CASES = [sunk, average, draw, read_then_write, view_then_write, written_with_a_gradient]
+def scaled_by_sizes(self: Any, x: Tensor) -> Tensor:
+    """A number that is computed from sizes is no integer."""
+    return x * (x.shape[0] * 0.125) + x.shape[0] / 3
+
+
+CASES = [
+    sunk, average, draw, read_then_write, view_then_write, written_with_a_gradient, scaled_by_sizes,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -97,3 +104,61 @@ def test_as_in_eager(case: Any) -> None:
     for p, q in zip(eager.parameters(), ours.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
     assert torch.equal(eager.ema, ours.ema)  # type: ignore[arg-type]
+
+
+class Late(nn.Module):
+    """The input's memory is written into after the layers have read it, through a view made before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2
+        half = x[..., ::2]
+        y = x.sin()
+        for layer in self.layers:
+            y = layer(x) + y
+        half *= 0.5
+        return y + x
+
+
+class Sizes(nn.Module):
+    """Results that are numbers computed from sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        n = x.shape[0]
+        return {"y": self.layer(x) * n**-0.5, "half": n * 0.5, "root": n**-0.5, "more": n > 3, "n": n + 1}
+
+
+def test_writes_after_the_layers() -> None:
+    torch.manual_seed(0)
+    eager = Late()
+    ours = megatrain.compile(copy.deepcopy(eager), device="cpu")
+    x = torch.randn(4, 8)
+    assert torch.equal(eager(x), ours(x))
+
+
+def test_numbers_computed_from_sizes() -> None:
+    torch.manual_seed(0)
+    eager = Sizes()
+    ours = megatrain.compile(copy.deepcopy(eager), device="cpu")
+    for size in (5, 2):
+        x = torch.randn(size, 8)
+        expected, found = eager(x), ours(x)
+        assert torch.equal(expected.pop("y"), found.pop("y"))
+        assert expected == found and [*map(type, expected.values())] == [*map(type, found.values())]
+
+
+def test_kernels_chosen_by_requires_grad() -> None:
+    """Under no_grad a parameter still requires a gradient, and matmul looks at that."""
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(7, 7))
+    ours = megatrain.compile(copy.deepcopy(eager), device="cpu")
+    x = torch.randn(6, 5, 7).transpose(0, 1)
+    with torch.no_grad():
+        assert torch.equal(eager(x), ours(x))
