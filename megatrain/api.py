@@ -16,6 +16,7 @@ from megatrain.lanes import ThreadLanes
 from megatrain.passes import DEFAULT, FuseLoss
 from megatrain.pipeline import Pass, pipeline
 from megatrain.planning import Residency, residency
+from megatrain.refusals import check_model
 from megatrain.schedule import Schedule
 from megatrain.streams import StreamLanes
 from megatrain.text import show_about
@@ -61,7 +62,8 @@ def compile(
     them with `torch.compile`, once for a shape: faster, and equal within rounding.
 
     Compiling a compiled model again returns it; with other options it is an error.  Raises ValueError on a model with
-    parameters on meta, an unknown device, size, backend or pass; the first call raises CaptureError for a model that
+    parameters on meta, lazy, sparse or of a class that holds other tensors, one wrapped by DDP or FSDP, an unknown
+    device, size, backend or pass; the first call raises CaptureError for a model that
     cannot be captured and BudgetError for a budget that cannot be met."""
     target = _device(device)
     budget = settings.parse_bytes(memory)
@@ -89,6 +91,7 @@ def compile(
     for name, module in model.named_modules():
         if name and isinstance(module.__dict__.get(STATE), Compiled):
             raise ValueError(f"{name} is compiled already: compile either the whole model or its part")
+    check_model(model)
     forward = model.__dict__.get("forward", None) or type(model).forward.__get__(model)
     if memory is None and target.type == "cuda":
         unused = torch.cuda.memory_reserved(target) - torch.cuda.memory_allocated(target)

@@ -80,6 +80,7 @@ def capture(
             except Exception as e:
                 error = error or e
                 continue
+            reads.forget(module for o in opaque.values() if o.hooked for module in o.module.modules())
             program, constants = _captured(exported, structure, call, home, device, names, model, opaque)
             return Capture(program, structure, constants, reads, whole)
         assert error is not None

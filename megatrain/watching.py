@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -117,6 +117,14 @@ class Reads:
     """The attributes of modules that a forward read: (module, its path, the attribute) with what it was."""
 
     found: dict[tuple[int, str], tuple[nn.Module, str, Any]] = field(default_factory=dict)
+
+    def forget(self, modules: Iterable[nn.Module]) -> None:
+        """Tensors among the attributes of modules whose hooks run in every call, which may set them anew
+        (`weight_norm`), may be others in each."""
+        own = {id(m) for m in modules}
+        for key, (module, _, _) in list(self.found.items()):
+            if key[0] in own and isinstance(module.__dict__.get(key[1]), torch.Tensor):
+                del self.found[key]
 
     def changed(self) -> str:
         """A line about the first attribute that is not what it was; empty where all are."""
