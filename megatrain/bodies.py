@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatrain.fused import MADE, Cut, Pair
+from megatrain.opaque import taking_gradients
 from megatrain.program import BodySpec
 
 
@@ -156,7 +157,8 @@ class Body:
             if entering:
                 outputs, gradients = zip(*entering, strict=True)
                 wanted = [leaves[i] for i in targets]
-                found = list(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True))
+                with taking_gradients():
+                    found = list(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True))
         return found[: len(self.spec.wants)], dict(zip(trained, found[len(self.spec.wants) :], strict=True))
 
     @contextmanager

@@ -62,6 +62,7 @@ def capture(
     tensor are told apart first.  Raises CaptureError."""
     home = next((t.device for t in model.state_dict(keep_vars=True).values()), torch.device("cpu"))
     whole: dict[str, str] = {}
+    again = False
     while True:
         error: Exception | None = None
         for sizes in (_distinct_sizes(call), {}) if distinct else ({},):
@@ -78,12 +79,15 @@ def capture(
                 error = e
                 break
             except Exception as e:
-                error = error or e
+                error = e  # of the call's own sizes, where both fail
                 continue
             reads.forget(module for o in opaque.values() if o.hooked for module in o.module.modules())
             program, constants = _captured(exported, structure, call, home, device, names, model, opaque)
             return Capture(program, structure, constants, reads, whole)
         assert error is not None
+        if isinstance(error, Refused) and error.again and not again:
+            again = True  # what a plain object has been set to stays, as in eager: the second call may set nothing
+            continue
         if not (more := to_call_whole(model, error, whole)):
             raise CaptureError(explained(model, error), layerwise=True) from error
         whole |= more
@@ -155,6 +159,7 @@ def _traced(
         yield
     finally:
         for t, h in zip(tables, hooks, strict=True):
+            t.clear()  # type: ignore[attr-defined]
             t.update(h)  # type: ignore[attr-defined]
         del model.__dict__["forward"]
         if own is not None:

@@ -24,6 +24,8 @@ from megatrain.watching import frozen, owned
 OPERATOR = "megatrain.opaque.default"
 _library = torch.library.Library("megatrain", "DEF")
 _library.define("opaque(Tensor[] tensors, str call) -> Tensor[]")
+_taking: list[None] = []
+"""Not empty while a layer's gradients are taken, in whichever thread of autograd."""
 _calls: ContextVar[dict[str, Opaque]] = ContextVar("calls")
 
 
@@ -54,11 +56,23 @@ class Opaque:
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
         """The child's tensors, flat.  Its hooks run unless the tensors are fake."""
         if not any(isinstance(t, FakeTensor) for t in tensors):
-            return self.whole(tensors) if self.reason else list(flatten(self.result(tensors), Structure()))
+            results = self.whole(tensors) if self.reason else list(flatten(self.result(tensors), Structure()))
+            for r in results if self.hooked else ():
+                if r.requires_grad:
+                    r.register_hook(self.asked)
+            return results
         with unhooked(self.module):
             if self.reason:
                 return list(Imitation.apply(self, *tensors))  # type: ignore[arg-type]
             return list(flatten(self.result(tensors), Structure()))
+
+    def asked(self, gradient: Tensor) -> None:
+        """A gradient comes to a result: from the layer's backward, not from what a hook has kept."""
+        if not _taking:
+            raise RuntimeError(
+                f"a loss was made of a tensor that a hook of {self.path} ({type(self.module).__name__}) has kept: its "
+                "gradient cannot reach the model\nhave forward return the tensor, or detach it in the hook"
+            )
 
     def whole(self, tensors: list[Tensor]) -> list[Tensor]:
         """As the call of a module that was not traced: what tracing would have found is checked here."""
@@ -95,6 +109,16 @@ class Opaque:
         finally:
             if forward is not None:
                 self.module.__dict__["forward"] = forward
+
+
+@contextmanager
+def taking_gradients() -> Generator[None, None, None]:
+    """Inside, gradients are those of a layer."""
+    _taking.append(None)
+    try:
+        yield
+    finally:
+        _taking.pop()
 
 
 _Tensor = torch.empty(0)
@@ -157,6 +181,7 @@ def unhooked(module: nn.Module) -> Generator[None, None, None]:
         yield
     finally:
         for t, h in zip(tables, hooks, strict=True):
+            t.clear()  # of what was put there inside
             t.update(h)
 
 

@@ -34,11 +34,12 @@ _unwatched: ContextVar[bool] = ContextVar("unwatched", default=False)
 
 class Refused(Exception):
     """The forward does what a captured graph would lose; `cure` says what to do instead.  `whole`: a call of the module
-    itself, in the place of what it did, would not lose it.  `path` of the module, where it is known."""
+    itself, in the place of what it did, would not lose it.  `path` of the module, where it is known.
+    `again`: a second forward may not do it."""
 
-    def __init__(self, reason: str, cure: str, whole: bool = False, path: str | None = None):
+    def __init__(self, reason: str, cure: str, whole: bool = False, path: str | None = None, again: bool = False):
         super().__init__(reason)
-        self.cure, self.whole, self.path = cure, whole, path
+        self.cure, self.whole, self.path, self.again = cure, whole, path, again
 
 
 @contextmanager
@@ -178,6 +179,7 @@ def watched(model: nn.Module) -> Generator[Reads, None, None]:
         raise Refused(
             f"forward sets {line}, which a captured graph would not do again",
             "make it a buffer, return it, or set it in a hook or outside of forward",
+            again=True,
         )
     if done and drawn:
         raise Refused(

@@ -204,3 +204,15 @@ def test_hooks_on_all_modules_are_refused() -> None:
             step(ours)
     finally:
         handle.remove()
+
+
+@pytest.mark.parametrize("path", ["layers.1", "layers.3"])
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_loss_of_what_a_hook_has_kept_raises(path: str, alone: bool) -> None:
+    _, ours = twins(Net)
+    kept: list[Tensor] = []
+    ours.get_submodule(path).register_forward_hook(lambda m, a, o: kept.append(o["out"]))
+    y = ours(torch.randn(6, 8)).sum()
+    loss = kept[0].square().sum() + (0 if alone else y)
+    with pytest.raises(RuntimeError, match=rf"a loss was made of a tensor that a hook of {path} \(Block\) has kept"):
+        loss.backward()
