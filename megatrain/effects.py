@@ -15,6 +15,16 @@ from megatrain.opaque import Opaque
 from megatrain.program import Program
 
 DROPOUTS = ("aten.dropout", "aten.feature_dropout", "aten.alpha_dropout", "aten.feature_alpha_dropout")
+UNMARKED = frozenset(
+    f"aten.{name}"
+    for name in (
+        "atleast_1d", "atleast_2d", "atleast_3d", "broadcast_tensors", "cartesian_prod", "conj_physical", "einsum",
+        "meshgrid", "sum_to_size", "type_as", "unsafe_chunk", "unsafe_split",
+    )
+)  # fmt: skip
+"""Operators that may return their arguments' memory though their schema does not say so (found by running PyTorch's
+own sample inputs, and type_as and einsum)."""
+
 RNNS = ("aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu")
 
 
@@ -58,6 +68,8 @@ def may_alias(node: fx.Node) -> list[fx.Node]:
         return _nodes(args) if node.op == "call_function" else []
     if family(node) in DROPOUTS:
         return _nodes(args[:1])
+    if family(node) in UNMARKED:
+        return _nodes(args)
     if not any(r.alias_info is not None for r in target._schema.returns):
         return []
     return _nodes([a for a, s in zip(args, target._schema.arguments, strict=False) if s.alias_info is not None])

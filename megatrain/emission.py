@@ -15,10 +15,10 @@ from itertools import pairwise
 from megatrain.order import place_waits
 from megatrain.program import DTYPES, BodySpec, Layer, Program
 from megatrain.schedule import PAGE, STAGING, Body, Op, Schedule, Slot, Template, TensorType, Type, Value
+from megatrain.structure import fresh
 
 RING = 2
-"""Host buffers that the gradients of layers go through when updates run in the backward; those of other modules have
-one of their own."""
+"""Host buffers for gradients of layers when updates run in the backward; other modules have one of their own."""
 
 
 @dataclass
@@ -269,7 +269,7 @@ def _backward(e: _Emitter, spilled: dict[str, str]) -> tuple[tuple[Op, ...], tup
         results: list[str] = []
         for i in wants:
             n = layer.reads[i]
-            have[n] = f"d{n}" if readers[n][0] == layer.name else f"d{n}_{layer.label}"
+            have[n] = "d" + (n if readers[n][0] == layer.name else fresh(f"{n}_{layer.label}", e.types))
             results.append(have[n])
         trained = _trained(program, layer)
         again = [p for p in trained if p in summed]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,7 +130,7 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-SLOT_NAME = re.compile(r"(?:[wugvsarho]\d+|d[A-Za-z_].*|k_\w+)(?<!_)")
+SLOT_NAME = re.compile(r"(?:[wugvsarho]\d+|d[A-Za-z_].*|k_\w+|\w+_given)(?<!_)")
 """Names that slots, gradients and kept graphs take in a schedule; with `_` behind, one is free for a value."""
 
 
@@ -139,6 +139,13 @@ def sanitized(name: str) -> str:
     text = re.sub(r"\W", "_", name)
     text = text if re.match(r"[A-Za-z_]", text) else f"y{text}"
     return f"{text}_" if SLOT_NAME.fullmatch(text) else text
+
+
+def fresh(name: str, taken: Container[str]) -> str:
+    """`name` with `_` behind until it is free."""
+    while name in taken:
+        name += "_"
+    return name
 
 
 def unique(names: list[str]) -> list[str]:

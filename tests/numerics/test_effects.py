@@ -78,6 +78,21 @@ def sunk(self: Any, x: Tensor) -> Tensor:
     return x
 
 
+class Weights(nn.Module):
+    """Each layer gives its parameter, as it is, past an operator whose schema does not say so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        found: list[Tensor] = []
+        for layer in self.layers:
+            x = layer(x)
+            found.append(torch.atleast_1d(layer.bias))
+        return [x, *found]
+
+
 def scaled_by_sizes(self: Any, x: Tensor) -> Tensor:
     """A number that is computed from sizes is no integer."""
     return x * (x.shape[0] * 0.125) + x.shape[0] / 3
@@ -109,18 +124,30 @@ def test_as_in_eager(case: Any) -> None:
 class Late(nn.Module):
     """The input's memory is written into after the layers have read it, through a view made before."""
 
-    def __init__(self) -> None:
+    def __init__(self, view: Any) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.view = view
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * 2
-        half = x[..., ::2]
+        part = self.view(x)
         y = x.sin()
         for layer in self.layers:
-            y = layer(x) + y
-        half *= 0.5
+            y = layer(x.cos()) + y
+        part *= 0.5
         return y + x
+
+
+VIEWS = {
+    "slice": lambda x: x[..., ::2],
+    "broadcast_tensors": lambda x: torch.broadcast_tensors(x, x)[0],
+    "type_as": lambda x: x.type_as(x),
+    "einsum": lambda x: torch.einsum("ij->ji", x),
+    "atleast_2d": lambda x: torch.atleast_2d(x),
+    "sum_to_size": lambda x: x.sum_to_size(x.shape),
+}
+"""The schema of all but the first does not say that it is a view."""
 
 
 class Sizes(nn.Module):
@@ -135,12 +162,21 @@ class Sizes(nn.Module):
         return {"y": self.layer(x) * n**-0.5, "half": n * 0.5, "root": n**-0.5, "more": n > 3, "n": n + 1}
 
 
-def test_writes_after_the_layers() -> None:
+@pytest.mark.parametrize("view", VIEWS)
+def test_writes_after_the_layers(view: str) -> None:
     torch.manual_seed(0)
-    eager = Late()
+    eager = Late(VIEWS[view])
     ours = megatrain.compile(copy.deepcopy(eager), device="cpu")
     x = torch.randn(4, 8)
     assert torch.equal(eager(x), ours(x))
+
+
+def test_weights_as_results() -> None:
+    torch.manual_seed(0)
+    eager = Weights()
+    ours = megatrain.compile(copy.deepcopy(eager), device="cpu")
+    x = torch.randn(4, 8)
+    assert all(map(torch.equal, eager(x), ours(x)))
 
 
 def test_numbers_computed_from_sizes() -> None:

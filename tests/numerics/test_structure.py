@@ -419,3 +419,29 @@ def test_two_compiled_models_in_a_row() -> None:
         second(first(torch.randn(4, 8)).sin()).square().sum().backward()
     for eager, ours in zip(*pairs, strict=True):
         check(eager, ours)
+
+
+class Names(nn.Module):
+    """Results whose names are those that gradients could have: of `y` with a layer's part, of `y` as it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        a = self.layers[0](x * y)
+        b = self.layers[1](a * y)
+        return {"y_0": a, "y_1": b, "y_given": a * 2, "y": b * y}
+
+
+def test_names_of_gradients() -> None:
+    eager, ours = twins(Names)
+    x, y = torch.randn(2, 4), torch.randn(2, 4, requires_grad=True)
+
+    def do(model: nn.Module) -> Tensor:
+        y.grad = None
+        sum(model(x, y).values()).sum().backward()  # type: ignore[union-attr]
+        assert y.grad is not None
+        return y.grad.clone()
+
+    alike(eager, ours, do)
