@@ -8,6 +8,7 @@ attribute that is set, a custom autograd.Function, a hook on a tensor, a draw fr
 from __future__ import annotations
 
 import random
+import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,13 +21,19 @@ import torch
 from torch import nn
 from torch._C._functorch import peek_interpreter_stack
 
-OWN = frozenset(nn.Module().__dict__) | {"forward", "_apply", "_megatrain", "__dict__", "__class__"}
-"""Attributes of every module, which are not its author's; `training` and the hooks are in the key of a capture."""
+from megatrain.recorders import MARK, unrecorded
+
+OWN = frozenset(nn.Module().__dict__) | {"forward", "_apply", "_megatrain", "__dict__", "__class__", MARK}
+"""Attributes of every module, or every one of transformers, which are not its author's; `training` and the hooks are in
+the key of a capture."""
 
 LONGEST = 1000
 """A container with more items is compared by what it is, not by what it holds."""
 
 DEEPEST = 6
+
+TRACED = "transformers.integrations.moe"
+"""Told that it is traced, for then it leaves out `aten._grouped_mm`, which has no fake kernel for fp32."""
 
 
 _unwatched: ContextVar[bool] = ContextVar("unwatched", default=False)
@@ -159,9 +166,12 @@ def watched(model: nn.Module) -> Generator[Reads, None, None]:
 
     done = False
     with ExitStack() as stack:
+        stack.enter_context(unrecorded(model))
         stack.enter_context(_set(nn.Module, "__getattribute__", look))
         stack.enter_context(_set(torch.autograd.Function, "apply", classmethod(_refuse_function)))
         stack.enter_context(_set(torch.Tensor, "register_hook", _refuse_hook))
+        for name in ("is_compiling", "is_exporting"):
+            stack.enter_context(_set(torch.compiler, name, _told_to_torch(getattr(torch.compiler, name))))
         try:
             yield reads
             done = True
@@ -234,8 +244,20 @@ def _set_generators(state: Any) -> None:
     np.random.set_state((kind, np.frombuffer(keys, np.uint32), *rest))
 
 
+def _told_to_torch(asked: Callable[[], bool]) -> Callable[[], bool]:
+    """What `asked` says, for torch's own code; False for the model's, which so takes the branches it takes in eager:
+    transformers has other algorithms for export."""
+
+    def answer() -> bool:
+        frame = sys._getframe(1)
+        callers = [str(f.f_globals.get("__name__", "")) for f in (frame, frame.f_back) if f]
+        return asked() and (callers[0].partition(".")[0] == "torch" or TRACED in callers)
+
+    return answer
+
+
 @contextmanager
-def _set(owner: type, name: str, value: Any) -> Generator[None, None, None]:
+def _set(owner: Any, name: str, value: Any) -> Generator[None, None, None]:
     had, old = name in owner.__dict__, owner.__dict__.get(name)
     setattr(owner, name, value)
     try:
