@@ -9,8 +9,8 @@ after the other: a copy of the model, and one compiled for the CPU with `backend
 take three steps of AdamW in training mode, on the same batches, of two sizes, from the same random state before each
 forward.  Losses, gradients, parameters and buffers of each step are compared bit for bit.
 
-captured   `graph`, `graph with opaque parts` (which), `not captured`, or `eagerly`: it ran outside of any schedule; how
-           many captures there were, if more than one
+captured   `graph`, `graph with opaque parts` (their classes), `layer by layer` (each part a graph of its own),
+           `not captured`, or `eagerly`: it ran outside of any schedule; how many captures there were, if more than one
 layers     those of the first capture, and its templates
 equal      `bitwise`; or where the two differ first and by how much, as the largest difference in one tensor over the
            largest magnitude in it, in the losses and gradients of that step and in the parameters and buffers after the
@@ -202,12 +202,16 @@ def captured(model: nn.Module) -> Row:
     state = model.__dict__.get("_megatrain")
     if not isinstance(state, Compiled):
         return {}
-    made = [m for same_key in state.captures.values() for m in same_key]
+    whole = [m for same_key in state.whole.captures.values() for m in same_key]
+    parts = [m for u in state.pieces.units.values() for same_key in u.captures.values() for m in same_key]
+    made = whole or parts
     if not made:
         return dict(captured="not captured")
     targets = [operation(n)[0] for m in made for t in m.program.templates for n in t.graph.graph.nodes]
-    opaque = list(dict.fromkeys(t.path for t in targets if isinstance(t, Opaque)))
+    opaque = list(dict.fromkeys(type(t.module).__name__ for t in targets if isinstance(t, Opaque)))
     how = "graph with opaque parts" if opaque else "graph"
+    if state.whole.refused:
+        return dict(captured="layer by layer", opaque=opaque, layers=len(state.pieces.units), templates=len(parts))
     program = made[0].program
     counts = dict(captures=len(made), layers=len(program.layers), templates=len(program.templates))
     return dict(captured=how if state.schedules else "eagerly", opaque=opaque, **counts)

@@ -7,7 +7,7 @@ through, and what memory it takes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from megatrain.graphs import evaluated
 from megatrain.meter import Meter
 from megatrain.structure import Structure, flatten
 from megatrain.watching import Refused, is_plain, unwatched
@@ -54,11 +53,12 @@ class Sizes:
     def broken(self, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> str:
         """In words, how results of a real call are not what was expected; empty where they are."""
         pairs = zip(self.given, tensors, strict=True)
-        sizes = {e: s for shape, t in pairs for e, s in zip(shape, t.shape, strict=True) if isinstance(e, sympy.Symbol)}
+        known = {e: s for shape, t in pairs for e, s in zip(shape, t.shape, strict=True)}
+        known = {a * b: known[a] * known[b] for a, b in pairs_of(known)} | known
         if len(results) != len(self.results):
             return f"returns {len(results)} tensors, not {len(self.results)}"
         for r, (shape, dtype) in zip(results, self.results, strict=True):
-            expected = [int(evaluated(sympy.sympify(e), sizes)) for e in shape]
+            expected = [known[e] if e in known else int(e) for e in shape]
             if expected != list(r.shape) or dtype != r.dtype:
                 return f"returns a tensor {list(r.shape)} of {r.dtype}, not {expected} of {dtype}"
         return ""
@@ -82,7 +82,7 @@ def followed(opaque: Opaque, tensors: Sequence[Tensor]) -> Sizes:
     known: dict[Any, None] = dict.fromkeys(
         e for shape in given for e in shape if isinstance(e, sympy.Basic) and not e.is_number
     )
-    candidates = [*known, *(a * b for a, b in itertools.combinations_with_replacement(known, 2))]
+    candidates = [*known, *(a * b for a, b in pairs_of(known))]
     results: list[tuple[Shape, torch.dtype]] = []
     for a, b, c in zip(first[2], second[2], third[2], strict=True):
         if a.shape != b.shape or a.dim() != c.dim() or not a.dtype == b.dtype == c.dtype:
@@ -99,6 +99,10 @@ def followed(opaque: Opaque, tensors: Sequence[Tensor]) -> Sizes:
             shape.append(expr)
         results.append((tuple(shape), a.dtype))
     return Sizes(given, tuple(results))
+
+
+def pairs_of(sizes: Iterable[Any]) -> Iterable[tuple[Any, Any]]:
+    return itertools.combinations_with_replacement(list(sizes), 2)
 
 
 def symbols_of(tensors: Sequence[Tensor]) -> Any:
