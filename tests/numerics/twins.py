@@ -30,7 +30,7 @@ def twins(make: Callable[[], nn.Module], mode: str = "recompute", **options: Any
 
 
 def bits(t: Tensor) -> Tensor:
-    return t.detach().contiguous().reshape(-1).view(torch.uint8)
+    return t.detach().reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def same(a: Any, b: Any) -> bool:
