@@ -20,11 +20,11 @@ from megatrain.watching import is_plain
 
 class CaptureError(ValueError):
     """The model cannot be captured for this call: names the module, the line and the cure.  `layerwise`: its own
-    forward can run as it is, with its layers captured."""
+    forward can run as it is, with its layers captured.  `again`: a second call may not have what is in the way."""
 
-    def __init__(self, message: str, layerwise: bool = False):
+    def __init__(self, message: str, layerwise: bool = False, again: bool = False):
         super().__init__(message)
-        self.layerwise = layerwise
+        self.layerwise, self.again = layerwise, again
 
 
 class Call:

@@ -62,7 +62,6 @@ def capture(
     tensor are told apart first.  Raises CaptureError."""
     home = next((t.device for t in model.state_dict(keep_vars=True).values()), torch.device("cpu"))
     whole: dict[str, str] = {}
-    again = False
     while True:
         error: Exception | None = None
         for sizes in (_distinct_sizes(call), {}) if distinct else ({},):
@@ -85,11 +84,9 @@ def capture(
             program, constants = _captured(exported, structure, call, home, device, names, model, opaque)
             return Capture(program, structure, constants, reads, whole)
         assert error is not None
-        if isinstance(error, Refused) and error.again and not again:
-            again = True  # what a plain object has been set to stays, as in eager: the second call may set nothing
-            continue
         if not (more := to_call_whole(model, error, whole)):
-            raise CaptureError(explained(model, error), layerwise=True) from error
+            again = isinstance(error, Refused) and error.again
+            raise CaptureError(explained(model, error), layerwise=True, again=again) from error
         whole |= more
 
 

@@ -48,6 +48,7 @@ class Unit:
         self.reasons: list[str] = []
         self.refused: dict[Any, CaptureError] = {}
         """By key, why no graph is made of such calls: their forward runs as it is."""
+        self.tried: set[Any] = set()
 
     @property
     def compiled(self) -> Compiled:
@@ -91,7 +92,9 @@ class Unit:
         try:
             made = self.capture(model, call)
         except CaptureError as error:
-            if error.layerwise:
+            first = key not in self.tried
+            self.tried.add(key)
+            if error.layerwise and not (error.again and first):
                 self.refused[key] = error
             raise
         sizes = bind_sizes(made.program, call.tensors)

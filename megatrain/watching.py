@@ -21,16 +21,12 @@ import torch
 from torch import nn
 from torch._C._functorch import peek_interpreter_stack
 
+from megatrain.plain import DEEPEST, LONGEST, MISSING, Missing, held, is_plain, put_back
 from megatrain.recorders import MARK, unrecorded
 
 OWN = frozenset(nn.Module().__dict__) | {"forward", "_apply", "_megatrain", "__dict__", "__class__", MARK}
 """Attributes of every module, or every one of transformers, which are not its author's; `training` and the hooks are in
 the key of a capture."""
-
-LONGEST = 1000
-"""A container with more items is compared by what it is, not by what it holds."""
-
-DEEPEST = 6
 
 TRACED = "transformers.integrations.moe"
 """Told that it is traced, for then it leaves out `aten._grouped_mm`, which has no fake kernel for fp32."""
@@ -72,23 +68,6 @@ class Same:
         return isinstance(other, Same) and (value := self.ref()) is not None and value is other.ref()
 
     __hash__ = None  # type: ignore[assignment]
-
-
-class _Missing:
-    def __repr__(self) -> str:
-        return "missing"
-
-
-MISSING = _Missing()
-
-
-def is_plain(value: Any) -> bool:
-    """A value that is its own description: a number, a string, a dtype, None, or a tuple of such."""
-    if isinstance(value, tuple):
-        return all(map(is_plain, value))
-    return value is None or isinstance(
-        value, (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, _Missing)
-    )
 
 
 def frozen(value: Any, memo: dict[int, Any], depth: int = 0) -> Any:
@@ -148,25 +127,35 @@ class Reads:
 @contextmanager
 def watched(model: nn.Module) -> Generator[Reads, None, None]:
     """Inside, attribute reads of the modules of `model` are noted, and what a graph would lose raises Refused, at the
-    latest at the end.  Attributes are put back as they were."""
+    latest at the end.  Attributes are put back as they were, and what plain objects and containers in them held."""
     reads = Reads()
     paths = {id(m): n for n, m in model.named_modules()}
     before = list(_attributes(model))
     memo: dict[int, Any] = {}
     state = {(id(m), k): frozen(v, memo) for m, k, v, _ in before}
+    holders = held([v for _, _, v, _ in before])
     generators = _generators()
 
     def look(self: nn.Module, name: str) -> Any:
         if id(self) in paths and (id(self), name) not in reads.found and not owned(self, name):
             own = object.__getattribute__(self, "__dict__")
             if name in own or not (hasattr(type(self), name) or _holds(own, name)):
-                was = state.get((id(self), name), (_Missing, MISSING))
+                was = state.get((id(self), name), (Missing, MISSING))
                 reads.found[id(self), name] = (self, paths[id(self)], was)
         return object.__getattribute__(self, name)
 
+    assigned: dict[tuple[int, str], Any] = {}
+
+    def note(self: nn.Module, name: str, value: Any) -> None:
+        if id(self) in paths and not owned(self, name) and not _holds(self.__dict__, name):
+            assigned[id(self), name] = frozen(value, {})  # export puts plain attributes back itself
+        setattr_of_module(self, name, value)
+
     done = False
+    setattr_of_module: Any = nn.Module.__setattr__
     with ExitStack() as stack:
         stack.enter_context(unrecorded(model))
+        stack.enter_context(_set(nn.Module, "__setattr__", note))
         stack.enter_context(_set(nn.Module, "__getattribute__", look))
         stack.enter_context(_set(torch.autograd.Function, "apply", classmethod(_refuse_function)))
         stack.enter_context(_set(torch.Tensor, "register_hook", _refuse_hook))
@@ -176,9 +165,10 @@ def watched(model: nn.Module) -> Generator[Reads, None, None]:
             yield reads
             done = True
         finally:
-            line = _written(model, paths, state)
+            line = _written(model, paths, state, assigned)
             for module, name, value, copied in before:
                 _restore(module, name, value, copied)
+            put_back(holders)
             kept = {(id(m), k) for m, k, _, _ in before}
             for module, name, _, _ in list(_attributes(model)):
                 if (id(module), name) not in kept:
@@ -211,11 +201,17 @@ def owned(module: nn.Module, name: str) -> bool:
     return name in OWN or (name.startswith("_flat_weight") and isinstance(module, nn.RNNBase))
 
 
-def _written(model: nn.Module, paths: Mapping[int, str], state: Mapping[tuple[int, str], Any]) -> str:
-    """The attributes that are not what `state` says, in words."""
+def _written(
+    model: nn.Module,
+    paths: Mapping[int, str],
+    state: Mapping[tuple[int, str], Any],
+    assigned: Mapping[tuple[int, str], Any],
+) -> str:
+    """The attributes that are not what `state` says, or were not when they were `assigned`, in words."""
     memo: dict[int, Any] = {}
     found = {(id(m), k): (paths.get(id(m), ""), frozen(v, memo)) for m, k, v, _ in _attributes(model)}
     lost = [k for k in state if k not in found]
+    found |= {key: (paths[key[0]], value) for key, value in assigned.items()}
     names = [f"{path}.{k[1]}" for k, (path, now) in found.items() if k not in state or state[k] != now]
     return ", ".join(n.lstrip(".") for n in [*names, *(f"{paths[i]}.{name}" for i, name in lost)][:3])
 

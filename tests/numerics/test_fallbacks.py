@@ -7,6 +7,7 @@ import logging
 import random
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -294,6 +295,34 @@ def test_what_a_graph_would_lose_runs_as_it_is(forward: Any, caplog: pytest.LogC
     alike(eager, ours, twice)
     (line,) = warnings_of(caplog)
     assert re.match(r"megatrain: Losing runs layer by layer, .*: cannot capture Losing\.forward: ", line)
+
+
+class Once(nn.Module):
+    """A plain object that its first forward sets, one way or another."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear, self.state = kind, nn.Linear(4, 4), SimpleNamespace(first=True, rows=None, scale=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        s, y = self.state, self.linear(x)
+        if self.kind == "flag":
+            first, s.first = s.first, False
+            return y * 0 if first else y
+        if self.kind == "size":
+            s.rows = s.rows or x.shape[0]
+            return y * s.rows
+        s.scale = x.detach().abs().max() if s.scale is None else s.scale
+        return y / s.scale
+
+
+@pytest.mark.parametrize("kind", ["flag", "size", "tensor"])
+def test_a_plain_object_that_the_first_forward_sets(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    eager, ours = twins(lambda: Once(kind))
+    for rows in (3, 5, 4):
+        alike(eager, ours, lambda m, rows=rows: (m(torch.ones(rows, 4)).sum().backward(), m.state.rows, m.state.first))
+    assert len(warnings_of(caplog)) == 1  # the second call is a graph
+    assert megatrain.schedule(ours).backward and ours.__dict__["_megatrain"].whole.captures
 
 
 def test_sparse_gradients() -> None:

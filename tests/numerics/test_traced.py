@@ -4,6 +4,7 @@ for."""
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,3 +73,46 @@ def test_hidden_states_and_router_logits_are_recorded(before: bool) -> None:
 def backward(loss: Tensor) -> Tensor:
     loss.backward()
     return loss
+
+
+class Settling(nn.Module):
+    """Fills in its configuration in the first forward, as classifiers of transformers do, or counts its forwards."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.config = SimpleNamespace(kind="", calls=0)
+        self.counts = counts
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.config.kind:
+            self.config.kind = "regression"
+        self.config.calls += self.counts
+        return self.linear(x) if self.config.kind == "regression" else x
+
+
+def test_what_the_first_forward_fills_in_stays() -> None:
+    eager, ours = twins(lambda: Settling(False))
+    for _ in range(2):
+        alike(eager, ours, trained(torch.randn(3, 4)))
+    assert ours.config == eager.config
+    assert len(ours.__dict__["_megatrain"].whole.captures) == 1
+
+
+@pytest.mark.parametrize("where", ["config", "module"])
+def test_what_every_forward_sets(where: str) -> None:
+    class Counting(nn.Sequential):
+        calls = 0
+
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(4, 4))
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:  # pyright: ignore
+            self.calls += 1
+            return self[0](x) * self.calls
+
+    eager, ours = twins(Counting if where == "module" else lambda: Settling(True))
+    for _ in range(4):
+        alike(eager, ours, trained(torch.randn(3, 4)))
+    assert (ours.calls == eager.calls == 4) if where == "module" else ours.config == eager.config
