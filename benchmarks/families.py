@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +16,7 @@ IMAGE = VOCABULARY - 1
 """The token that stands for a patch of an image."""
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
     """How one architecture is made (under a seed that the caller sets), and a batch for it, of a size: its sequence
     length, or the number of images or graphs where there is no sequence.  Batches come in fp32."""
 

@@ -138,8 +138,8 @@ class Compiled:
     # -- one call ---------------------------------------------------------------------------------------------------
 
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model's result.  One thread at a time; a call under torch.func (functional_call, grad, vmap), or with
-        arguments that a graph cannot take, runs eagerly on the host."""
+        """The model's result.  One thread at a time; a call under torch.func (functional_call, grad, vmap) runs eagerly
+        on the host, one with arguments that a graph cannot take layer by layer."""
         if kinds := global_hooks():
             raise CaptureError(
                 f"there is a hook on all modules ({', '.join(kinds)}), which a captured graph would not call\n"
@@ -167,6 +167,8 @@ class Compiled:
         if torch.is_inference_mode_enabled():  # slots and planes made there could not be used outside
             with torch.inference_mode(False), torch.no_grad():
                 return self.locked(model, call)
+        if call.foreign and self.runtime.transfers:  # with fp32 weights
+            return self.eager(call)
         if call.foreign:
             name, value = next(iter(call.foreign.items()))
             return self.pieces.call(model, call, f"argument {name} is a {type(value).__name__}")

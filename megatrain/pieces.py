@@ -48,6 +48,8 @@ class Pieces:
             raise CaptureError(
                 f"{why}\nwith update='in-backward' a model is one graph: use update='host' to run it layer by layer"
             )
+        if c.runtime.transfers:
+            raise CaptureError(f"{why}\nwith compute_dtype= a model is one graph: use torch.autocast around the call")
         self.warn(model, why)
         c.updates.settle_all()
         args, kwargs = call.arguments([t.to(c.device) for t in call.tensors.values()])

@@ -235,6 +235,12 @@ def test_layer_by_layer_needs_gradients_that_stay() -> None:
     del optimizer
 
 
+def test_layer_by_layer_computes_with_the_parameters() -> None:
+    _, ours = twins(lambda: Net(lambda: nn.Linear(16, 16), until=1.0), compute_dtype=torch.bfloat16)
+    with pytest.raises(CaptureError, match=r"with compute_dtype= a model is one graph: use torch\.autocast"):
+        ours(IDS[0])
+
+
 class Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
