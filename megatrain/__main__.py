@@ -145,7 +145,7 @@ def dump(path: str) -> Schedule:
     except ValueError as error:
         raise ValueError(f"{path} is no dump of a schedule: {error}") from error
     if not schedule.ops:
-        raise ValueError(f"{path} holds no ops: name a dump of a scheduled program, such as 09-prune.txt")
+        raise ValueError(f"{path} holds no ops: name a dump of a scheduled program, such as 10-prune.txt")
     return schedule
 
 

@@ -162,7 +162,7 @@ def test_what_is_no_dump_of_a_schedule_is_refused(
     code, _, err = ran(capsys, "verify", str(other))
     assert code == 1 and err.startswith(f"megatrain: {other} is no dump of a schedule: line ")
     assert ran(capsys, "show", str(empty))[0::2] == (
-        1, f"megatrain: {empty} holds no ops: name a dump of a scheduled program, such as 09-prune.txt\n",
+        1, f"megatrain: {empty} holds no ops: name a dump of a scheduled program, such as 10-prune.txt\n",
     )  # fmt: skip
     code, _, err = ran(capsys, "show", str(noise))
     assert code == 2 and "not a text file" in err
