@@ -34,6 +34,8 @@ SEEDS = range(FIRST, FIRST + int(os.environ.get("MEGATRAIN_TEST_SEEDS", "10")))
 ONCE_FAILED: tuple[int, ...] = (31, 32, 33, 40, 44, 50, 56, 61, 150, 209, 265, 293, 332)
 """Of the seeds 0 to 499, beside 15."""
 
+LR = 1e-2
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -83,17 +85,51 @@ def described(value: Any, known: dict[int, str]) -> list[Any]:
     return out
 
 
+class Exact:
+    """AdamW of PyTorch on fp32 masters of the parameters: what `megatrain.AdamW` does, within rounding."""
+
+    def __init__(self, params: list[Any]) -> None:
+        self.params = params
+        self.masters = [p.detach().float().clone() for p in params]
+        self.inner = torch.optim.AdamW(self.masters, lr=LR, foreach=False)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p, master in zip(self.params, self.masters, strict=True):
+            master.grad = None if p.grad is None else p.grad.float()
+        self.inner.step()
+        for p, master in zip(self.params, self.masters, strict=True):
+            if p.grad is not None:
+                p.copy_(master)
+
+    def zero_grad(self) -> None:
+        for p in self.params:
+            p.grad = None
+
+
+def optimizer_of(params: list[Any], kind: str, ours: bool) -> Any:
+    if kind == "megatrain":
+        return megatrain.AdamW(params, lr=LR) if ours else Exact(params)
+    return {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[kind](params, lr=LR, foreach=False)
+
+
+def stepped_alike(p: Tensor, q: Tensor) -> bool:
+    """Whether two optimizers left the same but for rounding: fp32 within a ten thousandth of a step, bf16 within a last
+    place, in few elements."""
+    p, q = p.detach(), q.detach()
+    if p.dtype == torch.float32:
+        return torch.allclose(p, q, 1e-5, 1e-4 * LR, equal_nan=True)
+    unequal = int(((p != q) & ~(p.isnan() & q.isnan())).sum())
+    return torch.allclose(p.float(), q.float(), 2**-7, 1e-4 * LR, equal_nan=True) and unequal <= 1 + p.numel() // 50
+
+
 def trained(model: Any, recipe: Recipe, settings: Settings, ours: bool) -> Iterator[tuple[str, Any]]:
     """(label, everything there is to see) at each point of the training."""
     params = list(model.parameters())
     for p in params[:: settings.frozen] if settings.frozen else ():
         p.requires_grad_(False)
     params = [p for p in params if p.requires_grad]
-    make: Any = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "megatrain": torch.optim.AdamW}[settings.optimizer]
-    if ours and settings.optimizer == "megatrain":
-        make = megatrain.AdamW
-    options: dict[str, Any] = {} if make is megatrain.AdamW else {"foreach": False}
-    opt = make(params, lr=1e-2, **options) if params else None
+    opt = optimizer_of(params, settings.optimizer, ours) if params else None
 
     def called(step: int) -> tuple[Any, dict[str, Any]]:
         args = recipe.arguments(step, settings.dtype)
@@ -232,7 +268,7 @@ def compared(eager: Any, ours: Any, recipe: Recipe, settings: Settings) -> Outco
         if label.endswith("updated"):
             with torch.no_grad():
                 for p, q in zip(eager.parameters(), ours.parameters(), strict=True):
-                    if not torch.allclose(p, q, 2e-2, 1e-2, equal_nan=True):
+                    if not stepped_alike(p, q):
                         return Outcome("different", f"{label} by {(p - q).abs().max()}")
                     p.copy_(q)
             continue
